@@ -1,0 +1,49 @@
+# Two commands do all the set-up on a machine with python3 and make:
+#   make run    the demo: real Envoy, the router, eight emulated vLLM workers
+#   make test   every test
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: run test check format proto lock clean help
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
+
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "extproc needs Python 3.11 or newer, this is %d.%d: set PYTHON=python3.12 or the like" % v[:2])'
+	@echo "Setting up $(VENV) (locked versions, hashes checked) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+run: $(STAMP) ## real Envoy + router + emulated workers: round robin against prefix affinity
+	@$(BIN)/extproc demo $(ARGS)
+
+test: $(STAMP) ## all tests (ARGS="-k name" to choose)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP) ## linter, formatter, strict types, generated code up to date
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python proto/generate.py --check
+
+format: $(STAMP) ## let ruff format and fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+proto: $(STAMP) ## generate extproc/wire/ from proto/
+	$(BIN)/python proto/generate.py
+
+lock: ## choose versions anew and write requirements.lock
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip compile --quiet --universal --upgrade --generate-hashes --no-emit-index-url --no-header \
+	  --python-version 3.11 --extra local --extra dev pyproject.toml --output-file requirements.lock
+
+clean: ## remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,83 @@
+"""What the router is told: pools of workers, their limits, and how to steer Envoy.
+
+Plain frozen data. `extproc.envoyconf` makes it from the Envoy YAML; everything else reads it.
+Names, units, defaults and bounds of every setting stand in ``POOL_SETTINGS`` and ``WORKER_SETTINGS``
+(`extproc.fleet.settings`), from which ``docs/configuration.md`` is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+#: Dynamic metadata that Envoy's override_host policy reads (Gateway API endpoint picker protocol).
+ENDPOINT_NAMESPACE = "envoy.lb"
+ENDPOINT_KEY = "x-gateway-destination-endpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointConfig:
+    """One endpoint of a pool, as the YAML names it: an IP address, or a DNS name still to be resolved."""
+
+    host: str
+    port: int
+    cluster: str
+    max_inflight: int
+    weight: float = 1.0
+
+    @property
+    def address(self) -> str:
+        """``host:port`` (``[host]:port`` for IPv6), the form that override_host takes."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSettings:
+    """The ``extproc`` object in a pool cluster's ``filter_metadata``; see docs/configuration.md."""
+
+    policy: str = "prefix-hash"
+    max_inflight: int = 120
+    max_load_ratio: float = 1.5
+    load_margin: int = 4
+    fallbacks: int = 3
+    block_tokens: int = 256
+    prefix_tokens: int = 4096
+    chars_per_token: float = 4.0
+    content_format: str = "string"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """A named set of workers that serve the same models, and how to choose among them."""
+
+    name: str
+    endpoints: tuple[EndpointConfig, ...]
+    settings: PoolSettings = field(default_factory=PoolSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class Steering:
+    """Where Envoy looks for the pick, found in the YAML.
+
+    ``endpoint_metadata``: (namespace, key) pairs that an override_host policy reads.
+    ``endpoint_headers``: headers that an override_host policy reads.
+    ``cluster_headers``: headers that routes use as ``cluster_header``; they carry the cluster's name.
+    """
+
+    endpoint_metadata: tuple[tuple[str, str], ...] = ((ENDPOINT_NAMESPACE, ENDPOINT_KEY),)
+    endpoint_headers: tuple[str, ...] = ()
+    cluster_headers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Everything the YAML says to the router.
+
+    ``max_body_bytes``: the largest request body that Envoy buffers; sizes gRPC's message limit.
+    ``source``: the files it came from, for messages.
+    """
+
+    pools: Mapping[str, PoolConfig]
+    steering: Steering = field(default_factory=Steering)
+    max_body_bytes: int = 16 * 1024 * 1024
+    source: str = ""
