@@ -17,13 +17,18 @@ ENDPOINT_KEY = "x-gateway-destination-endpoint"
 
 @dataclass(frozen=True, slots=True)
 class EndpointConfig:
-    """One endpoint of a pool, as the YAML names it: an IP address, or a DNS name still to be resolved."""
+    """One endpoint of a pool, as the YAML names it: an IP address, or a DNS name still to be resolved.
+
+    ``lookup_family`` is the cluster's ``dns_lookup_family``; it matters for DNS names only.
+    """
 
     host: str
     port: int
     cluster: str
     max_inflight: int
     weight: float = 1.0
+    cache_tokens: int | None = None
+    lookup_family: str = "AUTO"
 
     @property
     def address(self) -> str:
@@ -35,7 +40,7 @@ class EndpointConfig:
 class PoolSettings:
     """The ``extproc`` object in a pool cluster's ``filter_metadata``; see docs/configuration.md."""
 
-    policy: str = "prefix-hash"
+    policy: str = "predicted"
     max_inflight: int = 120
     max_load_ratio: float = 1.5
     load_margin: int = 4
@@ -44,6 +49,11 @@ class PoolSettings:
     prefix_tokens: int = 4096
     chars_per_token: float = 4.0
     content_format: str = "string"
+    cache_tokens: int | None = None
+    prefill_tokens_per_s: float = 10_000.0
+    alpha: float = 1.0
+    decode_ms: float = 20.0
+    eviction_weight: float = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +83,16 @@ class Steering:
 class RouterConfig:
     """Everything the YAML says to the router.
 
+    ``clusters``: an Envoy cluster's name to its pool's name, for every cluster that is (part of) a pool.
     ``max_body_bytes``: the largest request body that Envoy buffers; sizes gRPC's message limit.
-    ``source``: the files it came from, for messages.
+    ``source``: the file that was asked for, for messages; ``files``: every file that was read.
+    ``warnings``: what was left out or looks like a slip, one readable line each.
     """
 
     pools: Mapping[str, PoolConfig]
     steering: Steering = field(default_factory=Steering)
     max_body_bytes: int = 16 * 1024 * 1024
     source: str = ""
+    clusters: Mapping[str, str] = field(default_factory=dict)
+    files: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()

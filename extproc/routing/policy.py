@@ -1,0 +1,162 @@
+"""Policies: pure functions that rank workers for one request.
+
+A policy reads a `Query` and the workers' accounts and returns a `Ranking`, best first. It does no I/O,
+keeps no state and never writes to a worker. Limits of requests in flight are not its business: it is
+only asked about workers that may take the request. To add one, write the function and enter it in
+`POLICIES`; the YAML's ``policy`` names it.
+
+``predicted`` (the default) has one cost with a unit, seconds until the first token, summed from
+
+- the worker's prefill backlog (the fluid queue of `extproc.routing.load`),
+- this prompt's uncached tokens at the *pool's mean* time a token. Not the worker's own: a rate that is
+  20 % too good would pull cold prompts to one worker and thrash its cache,
+- ``alpha`` times the same again: a cold copy delays everybody else on that worker,
+- ``decode_ms`` for each request in flight, scaled by the worker's speed: decode batches get slower,
+- ``eviction_weight`` times the recomputing that this prompt causes by evicting others, discounted by
+  how long the victim has not been used.
+
+``prefix-hash`` is affinity without a picture of the caches: the rendezvous order of a fixed prefix,
+passing over workers with more than ``max_load_ratio`` times the mean load (consistent hashing with
+bounded loads, Mirrokni, Thorup and Zadimoghaddam 2018).
+
+``lmetric``: least (new prefill tokens x batch size) (arXiv 2603.15202).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import nsmallest
+
+from extproc.fleet.config import PoolSettings
+from extproc.routing import placement
+from extproc.routing.load import Worker
+
+#: A victim that nobody has used for this long counts half.
+EVICTION_AGE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What a policy may know of a request.
+
+    ``key``: 64-bit hash of the prefix, for rendezvous; without a prompt, a new one for each request.
+    ``prompt_tokens``: estimated length; 0 when the prompt could not be read.
+    ``cached``: slot -> prompt tokens that the worker is thought to hold; 0 for slots not in it.
+    ``serial``: counts the pool's decisions, for policies that take turns.
+    ``mean_in_flight``: requests in flight a worker, over the whole pool.
+    """
+
+    key: int
+    prompt_tokens: int
+    cached: Mapping[int, int]
+    serial: int
+    mean_in_flight: float
+    readable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Workers, best first, and why the first is first (a bounded set of words, used as a label).
+
+    ``costs_s``: the costs of those workers in seconds, where the policy has such a cost.
+    """
+
+    order: Sequence[Worker]
+    reason: str
+    costs_s: Sequence[float] = ()
+
+
+Policy = Callable[[Query, Sequence[Worker], PoolSettings, float], Ranking]
+
+
+def predicted(query: Query, workers: Sequence[Worker], settings: PoolSettings, now: float) -> Ranking:
+    """Least predicted time to the first token, with what the choice costs others."""
+    tokens, cached = query.prompt_tokens, query.cached
+    mean_rate = sum([w.prefill_s_per_token for w in workers]) / len(workers)
+    own_s = mean_rate * (1.0 + settings.alpha)
+    decode_s = settings.decode_ms * 1e-3 / mean_rate
+    evict_s = settings.eviction_weight * mean_rate
+    costs: list[tuple[float, int, int]] = []
+    longest = 0
+    for index, worker in enumerate(workers):
+        hit = cached.get(worker.slot, 0)
+        if hit > longest:
+            longest = hit
+        miss = tokens - hit
+        cost = miss * own_s + worker.in_flight * worker.prefill_s_per_token * decode_s
+        if worker.free_at_s > now:
+            cost += worker.free_at_s - now
+        overflow = miss - worker.room_tokens
+        if overflow > 0.0 and worker.oldest_s is not None:
+            cost += evict_s * min(overflow, miss) / (1.0 + (now - worker.oldest_s) / EVICTION_AGE_S)
+        costs.append((cost, worker.in_flight, index))
+    best = nsmallest(settings.fallbacks + 1, costs)
+    # Equal costs (a cold prompt on an idle fleet) go by rendezvous, so that restarts and replicas agree.
+    tied = [entry for entry in costs if entry[:2] == best[0][:2]]
+    if len(tied) > 1:
+        ranked = _rendezvous(query.key, [workers[index] for _, _, index in tied])
+        places = {worker.slot: place for place, worker in enumerate(ranked)}
+        best = nsmallest(
+            settings.fallbacks + 1, costs, key=lambda c: (c[0], c[1], places.get(workers[c[2]].slot, 0))
+        )
+    chosen = [workers[index] for _, _, index in best]
+    hit = cached.get(chosen[0].slot, 0)
+    reason = "cold" if not longest else "affinity" if hit == longest else "load"
+    return Ranking(chosen, reason, [cost for cost, _, _ in best])
+
+
+def prefix_hash(query: Query, workers: Sequence[Worker], settings: PoolSettings, now: float) -> Ranking:
+    """The prefix's own order of workers, less those above the bound on load."""
+    ranked = _rendezvous(query.key, workers)
+    bound = settings.max_load_ratio * query.mean_in_flight + settings.load_margin
+    below = [w for w in ranked if w.in_flight < bound]
+    if not below:
+        return Ranking(ranked, "affinity")
+    above = [w for w in ranked if w.in_flight >= bound]
+    return Ranking(below + above, "affinity" if below[0] is ranked[0] else "load")
+
+
+def lmetric(query: Query, workers: Sequence[Worker], settings: PoolSettings, now: float) -> Ranking:
+    """Least product of new prefill tokens (queued ones included) and batch size."""
+
+    def product(worker: Worker) -> float:
+        queued = worker.backlog_s(now) / worker.prefill_s_per_token
+        miss = query.prompt_tokens - query.cached.get(worker.slot, 0)
+        return (queued + miss + 1) * (worker.in_flight + 1)
+
+    ranked = sorted(_rendezvous(query.key, workers), key=product)
+    longest = max(query.cached.values(), default=0)
+    hit = query.cached.get(ranked[0].slot, 0)
+    return Ranking(ranked, "cold" if not longest else "affinity" if hit == longest else "load")
+
+
+def least_request(query: Query, workers: Sequence[Worker], settings: PoolSettings, now: float) -> Ranking:
+    """Fewest requests in flight for its weight; ties are spread, never the first in the list."""
+    spread = _rendezvous(query.serial, workers)
+    return Ranking(sorted(spread, key=lambda w: (w.in_flight + 1) / w.weight), "least-request")
+
+
+def round_robin(query: Query, workers: Sequence[Worker], settings: PoolSettings, now: float) -> Ranking:
+    """Each in turn."""
+    start = query.serial % len(workers)
+    return Ranking([*workers[start:], *workers[:start]], "round-robin")
+
+
+def random(query: Query, workers: Sequence[Worker], settings: PoolSettings, now: float) -> Ranking:
+    """Any, by weight."""
+    return Ranking(_rendezvous(query.serial, workers), "random")
+
+
+def _rendezvous(key: int, workers: Sequence[Worker]) -> list[Worker]:
+    return placement.order(key, workers, lambda w: w.name, lambda w: w.weight)
+
+
+POLICIES: Mapping[str, Policy] = {
+    "predicted": predicted,
+    "prefix-hash": prefix_hash,
+    "lmetric": lmetric,
+    "least-request": least_request,
+    "round-robin": round_robin,
+    "random": random,
+}
