@@ -1,0 +1,342 @@
+"""Every pool, worker and route setting: name, type, unit, default, bounds.
+
+The tables here are the single source: the ``extproc`` objects of the Envoy YAML are read with them, and
+``docs/configuration.md`` is checked against them. Defaults stand once, in the dataclasses of
+`extproc.fleet.config`.
+
+Envoy turns YAML numbers with a decimal point, and integers beyond 32 bits, into strings before they reach a
+``Struct``; so a numeric string is a number here too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from extproc.fleet.config import PoolSettings
+
+POLICIES = ("prefix-hash", "predicted", "lmetric", "least-request", "round-robin", "random")
+CONTENT_FORMATS = ("string", "openai")
+
+#: gRPC initial metadata that is ours begins with this.
+ROUTE_PREFIX = "x-extproc-"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of a settings table. ``low`` and ``high`` are inclusive; ``default`` None means unset."""
+
+    name: str
+    kind: Literal["integer", "number", "string", "boolean"]
+    default: Any
+    help: str
+    unit: str = ""
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[str, ...] = ()
+
+    @property
+    def bounds(self) -> str:
+        """The allowed values as text: ``1 to 100000``, or the choices."""
+        if self.choices:
+            return ", ".join(self.choices)
+        if self.low is None or self.high is None:
+            return ""
+        return f"{self.low:.12g} to {self.high:.12g}"
+
+
+@dataclass(frozen=True, slots=True)
+class SettingError:
+    """What is wrong with one key of an ``extproc`` object, and how to put it right."""
+
+    key: str
+    value: Any
+    message: str
+    fix: str
+
+
+_DEFAULTS = PoolSettings()
+
+
+def _pool(
+    name: str, kind: Literal["integer", "number", "string", "boolean"], help: str, **more: Any
+) -> Setting:
+    return Setting(name=name, kind=kind, default=getattr(_DEFAULTS, name), help=help, **more)
+
+
+POOL_SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        "pool",
+        "string",
+        None,
+        "The pool's name; the cluster's name if unset. Clusters that give the same name form one pool.",
+    ),
+    _pool("policy", "string", "How to choose among the workers.", choices=POLICIES),
+    _pool(
+        "max_inflight",
+        "integer",
+        "Requests that one worker may have in flight; at the limit the next worker in the prefix's order"
+        " takes the request.",
+        unit="requests",
+        low=1,
+        high=1_000_000,
+    ),
+    _pool(
+        "max_load_ratio",
+        "number",
+        "A worker with more in flight than this times the pool's mean is passed over.",
+        low=1.0,
+        high=1000.0,
+    ),
+    _pool(
+        "load_margin",
+        "integer",
+        "Requests above the mean that are always allowed, so that a quiet pool keeps its affinity.",
+        unit="requests",
+        low=0,
+        high=1_000_000,
+    ),
+    _pool(
+        "fallbacks",
+        "integer",
+        "Workers named after the first choice; Envoy's retries go to them in this order.",
+        unit="workers",
+        low=0,
+        high=16,
+    ),
+    _pool(
+        "block_tokens",
+        "integer",
+        "Tokens to one hashed block of the prompt.",
+        unit="tokens",
+        low=1,
+        high=65_536,
+    ),
+    _pool(
+        "prefix_tokens",
+        "integer",
+        "Tokens at the head of the prompt that decide which worker is its home.",
+        unit="tokens",
+        low=1,
+        high=10_000_000,
+    ),
+    _pool(
+        "chars_per_token",
+        "number",
+        "Bytes of UTF-8 text that make a token on average, for prompts that come as text.",
+        unit="bytes/token",
+        low=0.1,
+        high=100.0,
+    ),
+    _pool(
+        "content_format",
+        "string",
+        "How the engine's chat template reads list content: joined to one string, or part by part.",
+        choices=CONTENT_FORMATS,
+    ),
+    _pool(
+        "cache_tokens",
+        "integer",
+        "Tokens that one worker's KV cache holds; unset means unknown.",
+        unit="tokens",
+        low=1,
+        high=10_000_000_000,
+    ),
+    _pool(
+        "prefill_tokens_per_s",
+        "number",
+        "A worker's prefill speed, until it has been measured.",
+        unit="tokens/s",
+        low=1.0,
+        high=100_000_000.0,
+    ),
+    _pool(
+        "alpha",
+        "number",
+        "Weight of the work already waiting at a worker against the request's own prefill time.",
+        low=0.0,
+        high=1000.0,
+    ),
+    _pool(
+        "decode_ms",
+        "number",
+        "Time that one request in decode adds to a waiting prefill.",
+        unit="ms",
+        low=0.0,
+        high=60_000.0,
+    ),
+    _pool(
+        "eviction_weight",
+        "number",
+        "What evicting a cached token costs, in prefill times of that token.",
+        low=0.0,
+        high=1000.0,
+    ),
+)
+
+_BY_NAME = {setting.name: setting for setting in POOL_SETTINGS}
+
+WORKER_SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        "max_inflight",
+        "integer",
+        None,
+        "As the pool's, for this worker.",
+        unit="requests",
+        low=_BY_NAME["max_inflight"].low,
+        high=_BY_NAME["max_inflight"].high,
+    ),
+    Setting(
+        "weight",
+        "number",
+        1.0,
+        "Share of prefixes relative to the other workers; the endpoint's load_balancing_weight if unset.",
+        low=0.01,
+        high=1000.0,
+    ),
+    Setting(
+        "cache_tokens",
+        "integer",
+        None,
+        "As the pool's, for this worker.",
+        unit="tokens",
+        low=_BY_NAME["cache_tokens"].low,
+        high=_BY_NAME["cache_tokens"].high,
+    ),
+)
+
+ROUTE_SETTINGS: tuple[Setting, ...] = (
+    Setting("x-extproc-pool", "string", None, "The pool for this route's requests, by name."),
+    Setting("x-extproc-policy", "string", None, "The policy for this route's requests.", choices=POLICIES),
+    Setting(
+        "x-extproc-debug",
+        "boolean",
+        False,
+        "Answer with response headers that tell worker, reason and estimated cached share.",
+        choices=("true", "false"),
+    ),
+)
+
+
+def parse(
+    settings: Iterable[Setting], values: Mapping[str, Any], where: str = "an extproc object"
+) -> tuple[dict[str, Any], list[SettingError]]:
+    """Check ``values`` against a table; return the ones that are set (null is unset) and what is wrong.
+
+    Numbers come back as the table's type: an int for "integer", a float for "number".
+    """
+    table = {setting.name: setting for setting in settings}
+    parsed: dict[str, Any] = {}
+    errors: list[SettingError] = []
+    for key, value in values.items():
+        setting = table.get(key)
+        if setting is None:
+            errors.append(SettingError(key, value, f"unknown key in {where}", _did_you_mean(key, table)))
+            continue
+        if value is None:
+            continue
+        try:
+            parsed[key] = _convert(setting, value)
+        except ValueError as error:
+            errors.append(SettingError(key, value, str(error), _fix(setting)))
+    return parsed, errors
+
+
+def _convert(setting: Setting, value: Any) -> Any:
+    match setting.kind:
+        case "string":
+            if not isinstance(value, str) or not value:
+                raise ValueError("must be a non-empty string")
+            if setting.choices and value not in setting.choices:
+                raise ValueError("is none of the known values")
+            return value
+        case "boolean":
+            if isinstance(value, bool):
+                return value
+            if value not in ("true", "false"):
+                raise ValueError("must be true or false")
+            return value == "true"
+    number = _number(value)
+    if setting.kind == "integer":
+        if isinstance(number, float):
+            if not number.is_integer():
+                raise ValueError("must be a whole number")
+            number = int(number)
+    else:
+        number = float(number)
+    if setting.low is not None and number < setting.low:
+        raise ValueError("is too small")
+    if setting.high is not None and number > setting.high:
+        raise ValueError("is too large")
+    return number
+
+
+def _number(value: Any) -> int | float:
+    """An int or a finite float from a YAML or JSON scalar; ValueError if it is none."""
+    if isinstance(value, str) and len(value) <= 40:
+        try:
+            value = int(value)
+        except ValueError:
+            try:
+                value = float(value)
+            except ValueError:
+                raise ValueError("must be a number") from None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("must be a number")
+    if isinstance(value, int):
+        # Larger ones have no float and exceed every bound anyway.
+        return max(min(value, 10**18), -(10**18))
+    if not math.isfinite(value):
+        raise ValueError("must be a finite number")
+    return value
+
+
+def _fix(setting: Setting) -> str:
+    if setting.choices:
+        return f"use one of {setting.bounds}"
+    if setting.kind == "string":
+        return "give a name in quotes"
+    kind = "a whole number" if setting.kind == "integer" else "a number"
+    unit = f" ({setting.unit})" if setting.unit else ""
+    default = "" if setting.default is None else f"; the default is {setting.default:g}"
+    return f"use {kind}{unit} from {setting.bounds}{default}"
+
+
+def _did_you_mean(key: str, known: Iterable[str]) -> str:
+    names = list(known)
+    close = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
+    return f"did you mean {close[0]}?" if close else f"remove it; known keys: {', '.join(names)}"
+
+
+@dataclass(frozen=True, slots=True)
+class RouteOverrides:
+    """What a route says by gRPC initial metadata; None leaves the pool's own setting."""
+
+    pool: str | None = None
+    policy: str | None = None
+    debug: bool = False
+
+
+def route_overrides(metadata: Iterable[tuple[str, str | bytes]]) -> tuple[RouteOverrides, list[str]]:
+    """Read the ``x-extproc-*`` keys of a stream's initial metadata.
+
+    Returns the overrides and a readable line for each key that is unknown or has a bad value; such a key has
+    no effect. Other metadata is left alone. A key given twice: the last one counts.
+    """
+    ours = {
+        key: value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+        for key, value in metadata
+        if key.startswith(ROUTE_PREFIX)
+    }
+    if not ours:
+        return _NO_OVERRIDES, []
+    parsed, errors = parse(ROUTE_SETTINGS, ours, "the route's grpc_initial_metadata")
+    fields = {key.removeprefix(ROUTE_PREFIX): value for key, value in parsed.items()}
+    problems = [f"{error.key}: {error.value!r}: {error.message}; {error.fix}" for error in errors]
+    return RouteOverrides(**fields), problems
+
+
+_NO_OVERRIDES = RouteOverrides()
