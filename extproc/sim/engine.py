@@ -155,7 +155,7 @@ class Engine:
         self._running: list[_Sequence] = []
         self._sequences: dict[str, _Sequence] = {}
         self._step_count = 0  # steps in progress; 0: none
-        self._step_s = 0.0
+        self.step_s = 0.0  # duration of one of them
         self._began_s = 0.0
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -179,6 +179,23 @@ class Engine:
     def kv_usage(self) -> float:
         """Share of the KV cache in use by running sequences, 0 … 1 (``vllm:kv_cache_usage_perc``)."""
         return self.pool.usage
+
+    @property
+    def stepping(self) -> bool:
+        """Whether a step is in progress."""
+        return self._step_count > 0
+
+    @property
+    def prefill_left_tokens(self) -> int:
+        """Prompt tokens that admitted sequences have still to compute after the step in progress."""
+        return sum(
+            left for s in self._running if (left := s.tokens - s.computed - s.scheduled) > 0 and s.tokens != s.computed + 1
+        )
+
+    def admitted(self, request_id: str) -> bool:
+        """Whether a request is or was running, so that its place in the queue is history."""
+        sequence = self._sequences.get(request_id)
+        return sequence is None or sequence.cached_tokens >= 0
 
     @property
     def full(self) -> bool:
@@ -236,9 +253,9 @@ class Engine:
         if max_steps > 1 and not prefill_tokens:
             count = min(max_steps, self._uneventful_steps())
         self._step_count = count
-        self._step_s = self.config.cost.step_duration_s(prefill_tokens, decoding)
+        self.step_s = self.config.cost.step_duration_s(prefill_tokens, decoding)
         self._began_s = now
-        return self._step_s * count
+        return self.step_s * count
 
     def shorten(self, now: float) -> float:
         """Give up the steps of the batch in progress that haven't begun by ``now``; when it will end then.
@@ -247,9 +264,9 @@ class Engine:
         """
         if not self._step_count:
             raise RuntimeError("shorten without a step in progress")
-        begun = max(1, math.ceil((now - self._began_s) / self._step_s))
+        begun = max(1, math.ceil((now - self._began_s) / self.step_s))
         self._step_count = min(self._step_count, begun)
-        return self._began_s + self._step_s * self._step_count
+        return self._began_s + self.step_s * self._step_count
 
     def finish_step(self, now: float) -> list[Output]:
         """End the steps in progress: what they brought, in the order of admission."""
@@ -257,7 +274,7 @@ class Engine:
             raise RuntimeError("finish_step without begin_step")
         count, self._step_count = self._step_count, 0
         self.steps += count
-        self.busy_s += self._step_s * count
+        self.busy_s += self.step_s * count
         outputs: list[Output] = []
         ended = False
         for sequence in self._running:
