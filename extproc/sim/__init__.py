@@ -1,0 +1,1 @@
+"""Emulated vLLM workers, workloads and the demo. The server never imports any of it."""
