@@ -42,6 +42,8 @@ class Unreadable(StrEnum):
     ENCODED = "encoded"  #: gzip or another content encoding
     CONTENT_TYPE = "content_type"  #: declared as something else than JSON
     EMPTY_BODY = "empty_body"
+    INCOMPLETE = "incomplete"  #: longer than the buffer, or not all of it was shown to us
     BAD_JSON = "bad_json"  #: not JSON (RFC 8259), or not UTF-8
     TOO_DEEP = "too_deep"  #: nested deeper than the interpreter's recursion limit
+    TOO_COMPLEX = "too_complex"  #: more objects and arrays than any real prompt has
     NO_PROMPT = "no_prompt"  #: JSON, but no prompt where this API has it, or an empty one

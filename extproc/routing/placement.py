@@ -29,6 +29,8 @@ def score(key: int, name: bytes, weight: float = 1.0) -> float:
     return weight / -log(min(uniform, 1.0 - 2**-53))
 
 
-def order(key: int, workers: Iterable[T], name: Callable[[T], bytes], weight: Callable[[T], float]) -> list[T]:
+def order(
+    key: int, workers: Iterable[T], name: Callable[[T], bytes], weight: Callable[[T], float]
+) -> list[T]:
     """All workers, the key's owner first, then its fallbacks."""
     return sorted(workers, key=lambda w: score(key, name(w), weight(w)), reverse=True)

@@ -1,0 +1,1 @@
+"""Who the workers are: configuration, name resolution, following files."""

@@ -1,0 +1,231 @@
+"""What the router tells of itself: Prometheus metrics and log events, in one place.
+
+Counters are written as things happen. Gauges are read from the pools when a scrape asks for them, so
+they can't disagree with the accounts. Labels are bounded: pools, workers of the YAML, and fixed words.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable, Mapping
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from extproc import __version__
+from extproc.observe.logs import Seldom
+from extproc.prompt import Unreadable
+from extproc.routing.load import Worker
+from extproc.routing.pool import Decision, Pool
+
+TTFT_BUCKETS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6)
+
+
+class Observer:
+    """Counts and logs. One for each server process."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.log = structlog.get_logger("extproc")
+        self._seldom = Seldom()
+        ProcessCollector(registry=registry)
+        self._decisions = Counter(
+            "extproc_decisions",
+            "Requests that a worker was chosen for, by reason.",
+            ["pool", "reason"],
+            registry=registry,
+        )
+        self._overflow = Counter(
+            "extproc_overflow",
+            "Decisions made while every worker was at its limit.",
+            ["pool"],
+            registry=registry,
+        )
+        self._unreadable = Counter(
+            "extproc_unreadable",
+            "Requests routed by load alone because no prompt could be read, by reason.",
+            ["pool", "reason"],
+            registry=registry,
+        )
+        self._unrouted = Counter(
+            "extproc_unrouted",
+            "Requests left to Envoy's own balancing, by reason.",
+            ["reason"],
+            registry=registry,
+        )
+        self._moved = Counter(
+            "extproc_moved",
+            "Requests that Envoy sent to another worker than the one picked, or to none.",
+            ["pool"],
+            registry=registry,
+        )
+        self._responses = Counter(
+            "extproc_ended",
+            "Requests that ended, by class of the HTTP status; none: no response headers were seen.",
+            ["pool", "status"],
+            registry=registry,
+        )
+        self._prompt_tokens = Counter(
+            "extproc_prompt_tokens",
+            "Estimated prompt tokens of routed requests.",
+            ["pool"],
+            registry=registry,
+        )
+        self._cached_tokens = Counter(
+            "extproc_cached_tokens",
+            "Of those, tokens that the chosen worker is thought to have cached.",
+            ["pool"],
+            registry=registry,
+        )
+        self._ttft = Histogram(
+            "extproc_predicted_ttft_seconds",
+            "Predicted time to the first token at the chosen worker.",
+            ["pool"],
+            buckets=TTFT_BUCKETS_S,
+            registry=registry,
+        )
+        self._reloads = Counter(
+            "extproc_config_reloads", "New configurations, by result.", ["result"], registry=registry
+        )
+        self._errors = Counter(
+            "extproc_internal_errors",
+            "Faults of the router; the request went on unsteered.",
+            registry=registry,
+        )
+
+    def watch(self, pools: Callable[[], Mapping[str, Pool]]) -> None:
+        """Export gauges of these pools from now on."""
+        self.registry.register(_Gauges(pools))
+
+    # --- events ----------------------------------------------------------------------------------
+
+    def decided(self, decision: Decision, request_id: str) -> None:
+        """A request was sent to a worker."""
+        pool = decision.pool
+        self._decisions.labels(pool, decision.reason).inc()
+        if decision.overflow:
+            self._overflow.labels(pool).inc()
+            if held := self._seldom(("overflow", pool)):
+                self.log.warning("every worker is at max_inflight", pool=pool, decisions=held)
+        if decision.prompt_tokens:
+            self._prompt_tokens.labels(pool).inc(decision.prompt_tokens)
+            self._cached_tokens.labels(pool).inc(decision.cached_tokens)
+        self._ttft.labels(pool).observe(decision.predicted_ttft_s)
+        self.log.debug(
+            "decided",
+            request_id=request_id,
+            pool=pool,
+            policy=decision.policy,
+            worker=decision.worker.address,
+            fallbacks=[worker.address for worker in decision.order[1:]],
+            reason=decision.reason,
+            prompt_tokens=decision.prompt_tokens,
+            cached_tokens=decision.cached_tokens,
+            predicted_ttft_ms=round(decision.predicted_ttft_s * 1000, 1),
+        )
+
+    def unrouted(self, reason: str, request_id: str, detail: str) -> None:
+        """We had no opinion: Envoy's fallback policy chooses."""
+        self._unrouted.labels(reason).inc()
+        if held := self._seldom((reason, detail)):
+            self.log.warning("request left to Envoy", reason=reason, detail=detail, requests=held)
+
+    def unreadable(self, pool: str, reason: Unreadable, request_id: str) -> None:
+        """No prompt: routed by load, left to the engine to judge."""
+        self._unreadable.labels(pool, reason.value).inc()
+        if held := self._seldom((pool, reason)):
+            self.log.info(
+                "no prompt to route by; going by load",
+                pool=pool,
+                reason=reason.value,
+                request_id=request_id,
+                requests=held,
+            )
+
+    def moved(self, decision: Decision, request_id: str, upstream: str, attempts: int, status: int) -> None:
+        """Envoy's retry or fallback used another worker, or reached none."""
+        self._moved.labels(decision.pool).inc()
+        if held := self._seldom(("moved", decision.worker.address)):
+            self.log.info(
+                "a pick was not used",
+                request_id=request_id,
+                pool=decision.pool,
+                picked=decision.worker.address,
+                used=upstream or None,
+                attempts=attempts,
+                status=status,
+                requests=held,
+            )
+
+    def ended(self, decision: Decision, request_id: str, status: int) -> None:
+        """A request's stream is over."""
+        self._responses.labels(decision.pool, f"{status // 100}xx" if status else "none").inc()
+        self.log.debug("ended", request_id=request_id, worker=decision.worker.address, status=status)
+
+    def route_problem(self, problem: str) -> None:
+        """A route's gRPC metadata has a key or a value that we don't know."""
+        if self._seldom(("route", problem)):
+            self.log.warning("route setting ignored", problem=problem)
+
+    def internal_error(self, error: BaseException) -> None:
+        """A fault of ours. The request goes on without us."""
+        self._errors.inc()
+        if held := self._seldom(("error", type(error))):
+            self.log.error("internal error; request left to Envoy", exc_info=error, requests=held)
+
+    def reloaded(self, source: str, warnings: Iterable[str]) -> None:
+        """A new configuration is in force."""
+        self._reloads.labels("ok").inc()
+        self.log.info("configuration in force", source=source)
+        for warning in warnings:
+            self.log.warning("configuration", warning=warning)
+
+    def unresolved(self, name: str, why: str) -> None:
+        """A worker's DNS name has no answer; its last known addresses stay in force."""
+        self.log.warning("a worker's name can't be resolved", name=name, why=why)
+
+    def refused(self, error: Exception) -> None:
+        """A new configuration was refused; the old one stays in force."""
+        self._reloads.labels("refused").inc()
+        self.log.error(
+            "new configuration refused, the old one stays in force", problems=str(error).splitlines()
+        )
+
+
+class _Gauges(Collector):
+    """The pools' present state, read at each scrape."""
+
+    def __init__(self, pools: Callable[[], Mapping[str, Pool]]) -> None:
+        self._pools = pools
+
+    def collect(self) -> Iterable[Metric]:
+        build = GaugeMetricFamily(
+            "extproc_build_info", "Always 1; its labels are versions.", labels=["version", "python"]
+        )
+        build.add_metric([__version__, platform.python_version()], 1)
+        yield build
+        for name, help_text, value in _WORKER_GAUGES:
+            family = GaugeMetricFamily(name, help_text, labels=["pool", "worker"])
+            for pool in list(self._pools().values()):
+                for worker in list(pool.workers):
+                    family.add_metric([pool.name, worker.address], value(pool, worker))
+            yield family
+
+
+_WORKER_GAUGES: tuple[tuple[str, str, Callable[[Pool, Worker], float]], ...] = (
+    ("extproc_inflight_requests", "Requests in flight.", lambda pool, worker: worker.in_flight),
+    (
+        "extproc_max_inflight_requests",
+        "Limit of requests in flight.",
+        lambda pool, worker: worker.max_inflight,
+    ),
+    (
+        "extproc_cache_picture_tokens",
+        "Prompt tokens that the worker is thought to hold in its KV cache.",
+        lambda pool, worker: (
+            pool.picture.used_blocks(worker.slot) * pool.picture.block_tokens if worker.slot >= 0 else 0
+        ),
+    ),
+)

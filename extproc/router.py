@@ -1,0 +1,145 @@
+"""The router proper: configuration and pools on one side, requests on the other.
+
+`Router.route` turns what Envoy showed of a request into a `Routing`: which pool, which worker, why, and
+the open ticket. It is synchronous and free of I/O; `extproc.exchange` calls it at the right moment of a
+request's life, `extproc.server` feeds it new configurations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from extproc.fleet.config import PoolConfig, RouterConfig
+from extproc.fleet.settings import RouteOverrides
+from extproc.observe.observer import Observer
+from extproc.prefix import PrefixChain, chain
+from extproc.prompt import Prompt, Unreadable, read_prompt
+from extproc.routing.pool import Decision, Pool, Ticket
+
+#: Seconds a generated token takes, to guess how many there were from how long a stream lived.
+TPOT_S = 0.025
+
+#: Output tokens assumed at most where the request sets no limit of its own.
+DEFAULT_MAX_OUTPUT_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """What Envoy's first message tells of a request, besides its body.
+
+    ``cluster``: Envoy's cluster for the route, "" when unknown (attribute ``xds.cluster_name``).
+    """
+
+    request_id: str = ""
+    path: str = ""
+    content_type: str = ""
+    content_encoding: str = ""
+    cluster: str = ""
+
+
+@dataclass(slots=True)
+class Routing:
+    """A routed request: the decision and its open ticket."""
+
+    pool: Pool
+    decision: Decision
+    ticket: Ticket
+    max_output_tokens: int
+    request_id: str
+    status: int = 0
+
+
+class Router:
+    """All pools, and the way into them. Lives in one event loop."""
+
+    def __init__(self, config: RouterConfig, observer: Observer, *, origin: int = 0) -> None:
+        self._origin = origin
+        self._observer = observer
+        self.pools: dict[str, Pool] = {}
+        self.config = config
+        self.apply(config)
+
+    def apply(self, config: RouterConfig) -> None:
+        """Follow a new configuration; requests in flight keep their accounts."""
+        for name in [n for n in self.pools if n not in config.pools]:
+            # An empty pool: its tickets stay valid, new requests find no worker.
+            self.pools.pop(name).update(PoolConfig(name, (), config.pools.get(name, _NOTHING).settings))
+        for name, pool_config in config.pools.items():
+            pool = self.pools.get(name)
+            if pool is None:
+                self.pools[name] = Pool(pool_config, origin=self._origin)
+            else:
+                pool.update(pool_config)
+        self.config = config
+
+    def pool_for(self, facts: RequestFacts, overrides: RouteOverrides) -> Pool | None:
+        """By the route's ``x-extproc-pool``, else by the route's cluster, else the only pool there is."""
+        if overrides.pool:
+            return self.pools.get(overrides.pool)
+        if facts.cluster:
+            name = self.config.clusters.get(facts.cluster)
+            if name is not None:
+                return self.pools.get(name)
+        if len(self.pools) == 1:
+            return next(iter(self.pools.values()))
+        return None
+
+    def route(
+        self, facts: RequestFacts, overrides: RouteOverrides, body: bytes | None, now: float
+    ) -> Routing | None:
+        """Choose a worker and count the request there; None when we have no opinion.
+
+        ``body``: None when its end was not seen. The engine judges bad requests, never we.
+        """
+        pool = self.pool_for(facts, overrides)
+        if pool is None:
+            self._observer.unrouted("no_pool", facts.request_id, overrides.pool or facts.cluster)
+            return None
+        prompt: Prompt | Unreadable = Unreadable.INCOMPLETE
+        if body is not None:
+            prompt = read_prompt(
+                facts.path,
+                facts.content_type,
+                facts.content_encoding,
+                body,
+                content_format=pool.settings.content_format,
+            )
+        prefix: PrefixChain | None = None
+        max_output_tokens = DEFAULT_MAX_OUTPUT_TOKENS
+        if isinstance(prompt, Prompt):
+            prefix = chain(
+                prompt,
+                block_tokens=pool.settings.block_tokens,
+                chars_per_token=pool.settings.chars_per_token,
+                prefix_tokens=pool.settings.prefix_tokens,
+            )
+            max_output_tokens = prompt.max_tokens or max_output_tokens
+        else:
+            self._observer.unreadable(pool.name, prompt, facts.request_id)
+        decision = pool.decide(prefix, now, overrides.policy)
+        if decision is None:
+            self._observer.unrouted("no_worker", facts.request_id, pool.name)
+            return None
+        ticket = pool.begin(decision, prefix, now)
+        self._observer.decided(decision, facts.request_id)
+        return Routing(pool, decision, ticket, max_output_tokens, facts.request_id)
+
+    def responded(self, routing: Routing, upstream: str, attempts: int, status: int, now: float) -> None:
+        """Response headers came, from ``upstream`` (``ip:port``; "" when no worker was reached)."""
+        routing.status = status
+        picked = routing.decision.worker.address
+        if upstream != picked:
+            routing.pool.served_by(routing.ticket, upstream, now)
+            self._observer.moved(routing.decision, routing.request_id, upstream, attempts, status)
+
+    def ended(self, routing: Routing, now: float) -> None:
+        """The request's stream is over, however it ended."""
+        output = 0.0
+        if routing.status == 200:
+            decoding_s = now - routing.ticket.decided_s - routing.decision.predicted_ttft_s
+            output = min(max(decoding_s, 0.0) / TPOT_S, float(routing.max_output_tokens))
+        routing.pool.end(routing.ticket, now, output)
+        self._observer.ended(routing.decision, routing.request_id, routing.status)
+
+
+_NOTHING = PoolConfig("", ())

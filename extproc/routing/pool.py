@@ -1,0 +1,323 @@
+"""A pool's state: its workers' accounts, the picture of their caches, the requests in flight.
+
+`Pool.decide` ranks the workers for a request and opens its `Ticket`; the ticket follows the request to
+its end. What tickets do to the accounts stands in one place each: `_charge`, `_refund`. Replicas tell
+each other decisions and ends as `extproc.routing.records`; a foreign request has a ticket like our own.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_intdigest
+
+from extproc.fleet.config import EndpointConfig, PoolConfig
+from extproc.prefix import PrefixChain
+from extproc.routing.cache import CachePicture
+from extproc.routing.load import Worker
+from extproc.routing.policy import POLICIES, Query, least_request
+from extproc.routing.records import Decided, Ended, Moved, Record
+
+#: A cache of unknown size is pictured as this large; it bounds the router's memory.
+UNKNOWN_CACHE_TOKENS = 4_000_000
+
+#: A foreign request whose end never came is taken as ended after this long.
+FOREIGN_TTL_S = 900.0
+
+#: Policies that take no notice of the prompt, and so need none.
+_BLIND = frozenset({"least-request", "round-robin", "random"})
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where a request goes, and why.
+
+    ``order``: the worker first, then its fallbacks. ``reason``: a word from a bounded set.
+    ``cached_tokens``: what the first worker is thought to hold of the prompt.
+    ``predicted_ttft_s``: backlog plus own prefill at the first worker. ``costs_s``: the policy's costs.
+    """
+
+    pool: str
+    policy: str
+    reason: str
+    order: tuple[Worker, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    predicted_ttft_s: float
+    overflow: bool
+    costs_s: tuple[float, ...]
+
+    @property
+    def worker(self) -> Worker:
+        """The one that the request should go to."""
+        return self.order[0]
+
+
+class Ticket:
+    """One request between its decision and the end of its stream."""
+
+    __slots__ = ("chain", "decided_s", "decision", "miss_tokens", "serial", "worker")
+
+    def __init__(self, serial: int, worker: Worker, chain: PrefixChain | None, miss: int, now: float) -> None:
+        self.serial = serial
+        self.worker: Worker | None = worker
+        self.chain = chain
+        self.miss_tokens = miss
+        self.decided_s = now
+        self.decision: Decision | None = None
+
+
+class Pool:
+    """The workers of one pool, their load and caches. Not thread-safe; it lives in one event loop."""
+
+    def __init__(
+        self,
+        config: PoolConfig,
+        *,
+        origin: int = 0,
+        publish: Callable[[Record], None] | None = None,
+    ) -> None:
+        """``origin`` names this router among replicas; ``publish`` gets a record of all it does."""
+        self.name = config.name
+        self.settings = config.settings
+        self.picture = CachePicture(config.settings.block_tokens)
+        self.origin = origin
+        self._publish = publish
+        self._workers: dict[str, Worker] = {}
+        self._list: list[Worker] = []
+        self._departed: dict[str, Worker] = {}  # gone from the YAML, with requests still in flight
+        self._serial = 0
+        self._tickets: set[Ticket] = set()
+        self._foreign: OrderedDict[tuple[int, int], Ticket] = OrderedDict()
+        self.update(config)
+
+    # --- the fleet -------------------------------------------------------------------------------
+
+    @property
+    def workers(self) -> Sequence[Worker]:
+        """Today's workers, in the YAML's order."""
+        return self._list
+
+    @property
+    def tickets(self) -> int:
+        """Own requests in flight."""
+        return len(self._tickets)
+
+    def update(self, config: PoolConfig) -> None:
+        """Follow a new configuration: workers that stay keep their accounts and their cache picture."""
+        if config.settings.block_tokens != self.picture.block_tokens:
+            self._forget_caches(config.settings.block_tokens)
+        self.settings = config.settings
+        wanted = {endpoint.address: endpoint for endpoint in config.endpoints}
+        for address in [a for a in self._workers if a not in wanted]:
+            self._remove(self._workers.pop(address))
+        for address, endpoint in wanted.items():
+            worker = self._workers.get(address)
+            if worker is None:
+                self._workers[address] = self._add(endpoint)
+            else:
+                worker.configure(endpoint)
+                self.resize_cache(worker, self._cache_tokens(endpoint))
+        self._list = [self._workers[address] for address in wanted]
+
+    def _cache_tokens(self, endpoint: EndpointConfig) -> int:
+        return endpoint.cache_tokens or self.settings.cache_tokens or UNKNOWN_CACHE_TOKENS
+
+    def _add(self, endpoint: EndpointConfig) -> Worker:
+        slot = self.picture.add_worker(self._cache_tokens(endpoint))
+        worker = self._departed.pop(endpoint.address, None)
+        if worker is None:
+            worker = Worker(endpoint, slot, 1.0 / self.settings.prefill_tokens_per_s)
+        else:  # back while some of its old requests still run: their count goes on
+            worker.slot = slot
+            worker.configure(endpoint)
+        self._observe_cache(worker)
+        return worker
+
+    def _remove(self, worker: Worker) -> None:
+        self.picture.remove_worker(worker.slot)
+        worker.slot = -1
+        if worker.in_flight:
+            self._departed[worker.address] = worker
+
+    def _forget_caches(self, block_tokens: int) -> None:
+        """Chains of another block size can't be compared with the old ones."""
+        self.picture = CachePicture(block_tokens)
+        for worker in self._workers.values():
+            worker.slot = self.picture.add_worker(UNKNOWN_CACHE_TOKENS)
+
+    def resize_cache(self, worker: Worker, capacity_tokens: int) -> None:
+        """The engine, or the YAML, told how many tokens the worker's KV cache holds."""
+        if worker.slot >= 0:
+            self.picture.resize(worker.slot, capacity_tokens)
+            self._observe_cache(worker)
+
+    def restarted(self, worker: Worker) -> None:
+        """The engine started anew: its cache is empty."""
+        if worker.slot >= 0:
+            self.picture.clear(worker.slot)
+            self._observe_cache(worker)
+
+    # --- a request's life ------------------------------------------------------------------------
+
+    def decide(self, chain: PrefixChain | None, now: float, policy: str | None = None) -> Decision | None:
+        """Choose a worker; None when the pool has none. Changes nothing but the turn counter.
+
+        ``chain``: None when the prompt could not be read; the request then goes by load alone.
+        ``policy``: overrides the pool's own.
+        """
+        workers = self._list
+        if not workers:
+            return None
+        serial = self._serial = self._serial + 1
+        name = policy or self.settings.policy
+        rank = POLICIES[name]
+        in_flight = sum([w.in_flight for w in workers])
+        candidates: Sequence[Worker] = [w for w in workers if w.in_flight < w.max_inflight]
+        overflow = not candidates
+        if overflow:
+            candidates = workers
+        cached: dict[int, int] = {}
+        tokens = 0
+        # Without a prompt every request has a key of its own, so that ties are spread.
+        key = xxh3_64_intdigest(serial.to_bytes(8, "little"), self.origin)
+        if chain is not None:
+            tokens, key = chain.tokens, chain.key
+            block = chain.block_tokens
+            cached = {
+                slot: min(blocks * block, tokens)
+                for slot, blocks in self.picture.lookup(chain.hashes).items()
+            }
+        query = Query(key, tokens, cached, serial, in_flight / len(workers))
+        if overflow or (chain is None and name not in _BLIND):
+            rank = least_request
+        ranking = rank(query, candidates, self.settings, now)
+        order = tuple(ranking.order[: self.settings.fallbacks + 1])
+        chosen = order[0]
+        reason = ranking.reason
+        if overflow:
+            reason = "overflow"
+        elif len(candidates) < len(workers) and self._was_passed_over(query, chosen, name, now):
+            reason = "limit"
+        hit = cached.get(chosen.slot, 0)
+        ttft_s = chosen.backlog_s(now) + (tokens - hit) * chosen.prefill_s_per_token
+        return Decision(self.name, name, reason, order, tokens, hit, ttft_s, overflow, tuple(ranking.costs_s))
+
+    def _was_passed_over(self, query: Query, chosen: Worker, policy: str, now: float) -> bool:
+        """Whether the choice would have been another worker, but for its limit."""
+        unlimited = POLICIES[policy](query, self._list, self.settings, now).order[0]
+        return unlimited is not chosen and not unlimited.has_room
+
+    def begin(self, decision: Decision, chain: PrefixChain | None, now: float) -> Ticket:
+        """The decision goes to Envoy: count it."""
+        miss = decision.prompt_tokens - decision.cached_tokens
+        ticket = Ticket(self._serial, decision.worker, chain, miss, now)
+        ticket.decision = decision
+        self._tickets.add(ticket)
+        self._charge(ticket, decision.worker, now)
+        if self._publish is not None:
+            hashes = chain.hashes if chain else ()
+            address = decision.worker.address
+            self._publish(Decided(self.origin, ticket.serial, address, hashes, decision.prompt_tokens))
+        return ticket
+
+    def served_by(self, ticket: Ticket, address: str, now: float) -> None:
+        """Envoy used this worker; the count and the picture follow. "" or an unknown one: nobody's."""
+        if ticket not in self._tickets or (ticket.worker is not None and ticket.worker.address == address):
+            return
+        self._move(ticket, address, now)
+        if self._publish is not None:
+            self._publish(Moved(self.origin, ticket.serial, address))
+
+    def end(self, ticket: Ticket, now: float, output_tokens: float = 0.0) -> None:
+        """The request's stream is over. A second end of the same ticket changes nothing."""
+        if ticket not in self._tickets:
+            return
+        self._tickets.remove(ticket)
+        self._settle(ticket, now, output_tokens)
+        if self._publish is not None:
+            self._publish(Ended(self.origin, ticket.serial, output_tokens))
+
+    # --- what a request does to the accounts -----------------------------------------------------
+
+    def _charge(self, ticket: Ticket, worker: Worker, now: float) -> None:
+        ticket.worker = worker
+        worker.in_flight += 1
+        worker.free_at_s = max(worker.free_at_s, now) + ticket.miss_tokens * worker.prefill_s_per_token
+        # At the decision, not at the first token: a simultaneous twin must find the prefix there.
+        self._touch(ticket, worker, now)
+
+    def _touch(self, ticket: Ticket, worker: Worker, now: float) -> None:
+        chain = ticket.chain
+        if worker.slot < 0:
+            return
+        # A chain from before a reload may have blocks of another size.
+        if chain is not None and chain.block_tokens == self.picture.block_tokens:
+            self.picture.touch(worker.slot, chain.hashes, now)
+        self._observe_cache(worker)
+
+    def _refund(self, ticket: Ticket) -> None:
+        """The worker never did the work."""
+        worker = ticket.worker
+        if worker is None:
+            return
+        worker.free_at_s -= ticket.miss_tokens * worker.prefill_s_per_token
+        self._leave(worker)
+
+    def _leave(self, worker: Worker) -> None:
+        worker.in_flight -= 1
+        if not worker.in_flight and self._departed.get(worker.address) is worker:
+            del self._departed[worker.address]
+
+    def _move(self, ticket: Ticket, address: str, now: float) -> None:
+        self._refund(ticket)
+        worker = self._workers.get(address) or self._departed.get(address)
+        ticket.worker = None
+        if worker is not None:
+            if ticket.chain is not None and worker.slot >= 0:
+                blocks = self.picture.lookup(ticket.chain.hashes).get(worker.slot, 0)
+                ticket.miss_tokens = max(0, ticket.chain.tokens - blocks * ticket.chain.block_tokens)
+            self._charge(ticket, worker, now)
+
+    def _settle(self, ticket: Ticket, now: float, output_tokens: float) -> None:
+        worker = ticket.worker
+        ticket.worker = None
+        if worker is None:
+            return
+        if output_tokens and worker.slot >= 0:
+            self.picture.add_output(worker.slot, output_tokens, now)
+        self._touch(ticket, worker, now)
+        self._leave(worker)
+
+    def _observe_cache(self, worker: Worker) -> None:
+        worker.room_tokens = self.picture.free_blocks(worker.slot) * self.picture.block_tokens
+        worker.oldest_s = self.picture.oldest_s(worker.slot)
+
+    # --- replicas --------------------------------------------------------------------------------
+
+    def apply(self, record: Record, now: float) -> None:
+        """Follow what another router did. Late, repeated or lost records are harmless."""
+        request = (record.origin, record.serial)
+        while self._foreign and next(iter(self._foreign.values())).decided_s < now - FOREIGN_TTL_S:
+            self._settle(self._foreign.popitem(last=False)[1], now, 0.0)
+        if isinstance(record, Decided):
+            worker = self._workers.get(record.worker)
+            if worker is None or request in self._foreign:
+                return
+            chain = PrefixChain(record.hashes, self.picture.block_tokens, record.prompt_tokens, 0)
+            blocks = self.picture.lookup(record.hashes).get(worker.slot, 0)
+            miss = max(0, record.prompt_tokens - blocks * self.picture.block_tokens)
+            ticket = self._foreign[request] = Ticket(record.serial, worker, chain, miss, now)
+            self._charge(ticket, worker, now)
+        elif isinstance(record, Moved):
+            if request in self._foreign:
+                self._move(self._foreign[request], record.worker, now)
+        elif request in self._foreign:
+            self._settle(self._foreign.pop(request), now, record.output_tokens)
+
+    def replica_left(self, origin: int, now: float) -> None:
+        """That router is gone: take its requests as ended."""
+        for request in [r for r in self._foreign if r[0] == origin]:
+            self._settle(self._foreign.pop(request), now, 0.0)

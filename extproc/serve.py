@@ -1,0 +1,107 @@
+"""``extproc serve``: the router process, from its command line to its last stream."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import secrets
+import signal
+import sys
+from pathlib import Path
+
+import structlog
+import uvloop
+
+from extproc.envoyconf import ConfigError
+from extproc.errors import ListenError
+from extproc.fleet.config import RouterConfig
+from extproc.fleet.dns import Resolver, expand
+from extproc.fleet.watch import Watcher
+from extproc.observe.exporter import serve_metrics
+from extproc.observe.logs import LEVELS, configure
+from extproc.observe.observer import Observer
+from extproc.router import Router
+from extproc.server import Server
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Few options: the rest is in the Envoy YAML."""
+    parser.add_argument(
+        "--envoy-config",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="the Envoy bootstrap (YAML or JSON), or a filesystem xDS file; followed while running",
+    )
+    parser.add_argument(
+        "--listen",
+        default="127.0.0.1:50051",
+        metavar="ADDRESS",
+        help="host:port, [v6]:port or unix:PATH for Envoy's ext_proc cluster (default %(default)s)",
+    )
+    parser.add_argument("--metrics", metavar="ADDRESS", help="host:port for Prometheus, e.g. 127.0.0.1:9090")
+    parser.add_argument("--log-level", choices=LEVELS, default="info", help="default %(default)s")
+    parser.add_argument(
+        "--drain-s",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="after SIGTERM, how long running streams may take to end (default %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT. 2: the configuration or an address is unusable."""
+    configure(args.log_level)
+    try:
+        return uvloop.run(_serve(args))
+    except (ConfigError, ListenError) as error:
+        print(f"extproc serve: {error}", file=sys.stderr)
+        return 2
+
+
+async def _serve(args: argparse.Namespace) -> int:
+    log = structlog.get_logger("extproc")
+    observer = Observer()
+
+    def take(config: RouterConfig) -> None:
+        router.apply(config)
+        observer.reloaded(config.source, config.warnings)
+
+    def reload(config: RouterConfig) -> None:
+        pending.add(task := asyncio.ensure_future(resolver.use(config)))
+        task.add_done_callback(pending.discard)
+
+    pending: set[asyncio.Future[None]] = set()
+    watcher = Watcher(args.envoy_config, reload, observer.refused)
+    resolver = Resolver(take, observer.unresolved)
+    config = watcher.start()
+    router = Router(expand(config, {}), observer, origin=secrets.randbits(48))
+    await resolver.use(config)
+    observer.watch(lambda: router.pools)
+    server = Server(router, observer)
+    stop = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    following = [asyncio.create_task(watcher.run()), asyncio.create_task(resolver.run())]
+    metrics = None
+    try:
+        if args.metrics:
+            metrics = serve_metrics(args.metrics, observer.registry)
+        address = await server.start(args.listen)
+        log.info(
+            "serving",
+            listen=address,
+            metrics=args.metrics,
+            pools={name: len(pool.workers) for name, pool in router.pools.items()},
+        )
+        await stop.wait()
+        log.info("draining", in_flight=sum(pool.tickets for pool in router.pools.values()))
+        await server.drain(args.drain_s)
+        log.info("stopped")
+    finally:
+        for task in following:
+            task.cancel()
+        if metrics is not None:
+            metrics.shutdown()
+    return 0
