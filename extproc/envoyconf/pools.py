@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,7 +43,7 @@ class _Draft:
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
     origin: dict[str, Node] = field(default_factory=dict)
-    found: dict[str, _Found] = field(default_factory=dict)
+    found: list[_Found] = field(default_factory=list)
 
 
 def is_pool(cluster: Node) -> bool:
@@ -53,7 +53,10 @@ def is_pool(cluster: Node) -> bool:
 
 
 def read_pools(resources: Resources) -> tuple[dict[str, PoolConfig], dict[str, str]]:
-    """Pools by name, and cluster name to pool name; what is wrong goes to ``resources.problems``."""
+    """Pools by name, and cluster name to pool name; what is wrong goes to ``resources.problems``.
+
+    A cluster that is named like a pool stands for it, too.
+    """
     drafts: dict[str, _Draft] = {}
     clusters: dict[str, str] = {}
     for node in resources.clusters:
@@ -70,9 +73,12 @@ def read_pools(resources: Resources) -> tuple[dict[str, PoolConfig], dict[str, s
         draft = drafts.setdefault(pool or name, _Draft(pool or name))
         clusters[name] = draft.name
         _merge_settings(draft, settings, where, resources.problems)
-        for found in _endpoints(node, name, resources):
-            _add(draft, found, resources.warnings)
-    pools = {name: _pool(draft) for name, draft in drafts.items()}
+        draft.found.extend(_endpoints(node, name, resources))
+    for node in resources.clusters:
+        # The cluster that requests without a pick go to, next to a cluster per worker.
+        if (name := node.text("name")) in drafts:
+            clusters.setdefault(name, name)
+    pools = {name: _pool(draft, resources.warnings) for name, draft in drafts.items()}
     for name, pool_config in pools.items():
         if not pool_config.endpoints:
             resources.warnings.append(f"{resources.source}: pool {name!r} has no worker that can be picked")
@@ -112,30 +118,28 @@ def _merge_settings(draft: _Draft, settings: dict[str, Any], where: Node, proble
         draft.origin.setdefault(key, where)
 
 
-def _pool(draft: _Draft) -> PoolConfig:
+def _pool(draft: _Draft, warnings: list[str]) -> PoolConfig:
     settings = PoolSettings(**draft.settings)
     endpoints = tuple(
         found.endpoint if found.own_limit else replace(found.endpoint, max_inflight=settings.max_inflight)
-        for found in draft.found.values()
+        for found in _once(draft, warnings)
     )
     return PoolConfig(draft.name, endpoints, settings)
 
 
-def _add(draft: _Draft, found: _Found, warnings: list[str]) -> None:
-    """An address counts once: in the cluster that has it at the lowest priority, and there the first time."""
-    address = found.endpoint.address
-    held = draft.found.get(address)
-    if held is None or found.priority < held.priority:
-        draft.found[address] = found
-    elif found.priority == held.priority:
-        warnings.append(
-            str(
-                found.node.problem(
-                    f"is in pool {draft.name!r} twice; the one of {held.endpoint.cluster!r} counts",
-                    value=address,
-                )
-            )
-        )
+def _once(draft: _Draft, warnings: list[str]) -> Iterable[_Found]:
+    """Each address once: where it has the lowest priority, and of equals the first.
+
+    With a cluster per worker the others are listed behind each worker, at a higher priority, for retries.
+    """
+    kept: dict[str, _Found] = {}
+    for found in sorted(draft.found, key=lambda found: found.priority):
+        address = found.endpoint.address
+        held = kept.setdefault(address, found)
+        if held is not found and held.priority == found.priority:
+            message = f"is in pool {draft.name!r} twice; the one of {held.endpoint.cluster!r} counts"
+            warnings.append(str(found.node.problem(message, value=address)))
+    return kept.values()
 
 
 def _endpoints(cluster: Node, name: str, resources: Resources) -> Iterator[_Found]:

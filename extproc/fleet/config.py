@@ -83,7 +83,7 @@ class Steering:
 class RouterConfig:
     """Everything the YAML says to the router.
 
-    ``clusters``: an Envoy cluster's name to its pool's name, for every cluster that is (part of) a pool.
+    ``clusters``: Envoy cluster to pool, for each cluster that is (part of) a pool or is named like one.
     ``max_body_bytes``: the largest request body that Envoy buffers; sizes gRPC's message limit.
     ``source``: the file that was asked for, for messages; ``files``: every file that was read.
     ``warnings``: what was left out or looks like a slip, one readable line each.
