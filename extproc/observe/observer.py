@@ -10,7 +10,13 @@ import platform
 from collections.abc import Callable, Iterable, Mapping
 
 import structlog
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+)
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -27,6 +33,7 @@ class Observer:
     """Counts and logs. One for each server process."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # a second series for each counter that nobody reads
         self.registry = registry = CollectorRegistry()
         self.log = structlog.get_logger("extproc")
         self._seldom = Seldom()
