@@ -178,7 +178,7 @@ def _read_yaml(file: str, text: str) -> Document:
         return Document(file, None if root is None else _Constructor(file).plain(root), root)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        what = getattr(error, "problem", None) or str(error)
+        what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
         raise _refuse(file, f"is not YAML: {what}", line=None if mark is None else mark.line + 1) from None
     except ValueError as error:  # a character that YAML doesn't allow
         raise _refuse(file, f"is not YAML: {error}") from None

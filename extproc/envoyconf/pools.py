@@ -146,7 +146,7 @@ def _endpoints(cluster: Node, name: str, resources: Resources) -> Iterator[_Foun
     message, assignment = read_cluster(cluster, resources.problems)
     if message is None:
         return
-    family = message.dns_lookup_family.name if message.dns_lookup_family else "AUTO"
+    family = _lookup_family(cluster)
     loads = [(message.load_assignment, assignment)] if assignment is not None else []
     eds = cluster.get("eds_cluster_config")
     if eds is not None:
@@ -157,6 +157,12 @@ def _endpoints(cluster: Node, name: str, resources: Resources) -> Iterator[_Foun
                 endpoint = _endpoint(lb_endpoint, where, name, family, resources)
                 if endpoint is not None:
                     yield _Found(endpoint[0], locality.priority or 0, where, endpoint[1])
+
+
+def _lookup_family(cluster: Node) -> str:
+    """``dns_lookup_family``, of the cluster or of its DNS extension; AUTO, Envoy's default, if unset."""
+    own = cluster.text("dns_lookup_family")
+    return own or cluster.text("cluster_type", "typed_config", "dns_lookup_family") or "AUTO"
 
 
 def _from_eds(eds: Node, name: str, resources: Resources) -> list[tuple[Any, Node]]:

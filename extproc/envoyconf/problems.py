@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass
 from typing import Any
 
 #: Longer values are cut in messages.
 _VALUE_CHARS = 80
+
+_REPR = reprlib.Repr()
+_REPR.maxlevel = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,5 +48,6 @@ class ConfigError(Exception):
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    # Not repr(): what YAML anchors share may be huge when written out.
+    text = _REPR.repr(value) if isinstance(value, dict | list) else repr(value)
     return text if len(text) <= _VALUE_CHARS else f"{text[: _VALUE_CHARS - 3]}..."

@@ -7,6 +7,7 @@ Such a file is understood as the first one, too. Resources that come over gRPC a
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,7 +47,7 @@ class Resources:
         file = self._find(path.value)
         if file in self.files:
             return True
-        if not Path(file).exists():
+        if not os.path.exists(file):
             self.files[file] = None
             problem = path.problem(
                 "doesn't exist",
@@ -94,20 +95,19 @@ class Resources:
             if inner is None:
                 return
             name, body = inner.unpack()
-        match name:
-            case "envoy.config.cluster.v3.Cluster":
-                self.clusters.append(body)
-            case "envoy.config.endpoint.v3.ClusterLoadAssignment":
-                self.assignments.append(body)
-            case "envoy.config.listener.v3.Listener":
-                self.listeners.append(body)
-            case "envoy.config.route.v3.RouteConfiguration":
-                self.routes.append(body)
+        kinds = {
+            CLUSTER: self.clusters,
+            ASSIGNMENT: self.assignments,
+            LISTENER: self.listeners,
+            ROUTES: self.routes,
+        }
+        if name in kinds:
+            kinds[name].append(body)
 
     def _find(self, path: str) -> str:
         """Relative paths count from the working directory, as for Envoy, else from the first file's."""
         first = next(iter(self.files), "")
         beside = Path(first).parent / path
-        if not Path(path).is_absolute() and not Path(path).exists() and beside.exists():
-            return str(beside)
-        return path
+        if os.path.isabs(path) or os.path.exists(path) or not os.path.exists(beside):
+            return path
+        return str(beside)

@@ -18,7 +18,6 @@ from extproc.envoyconf.problems import Problem
 Shape = Mapping[str, Any]
 
 _HEALTH = ("UNKNOWN", "HEALTHY", "UNHEALTHY", "DRAINING", "TIMEOUT", "DEGRADED")
-_FAMILY = ("AUTO", "V4_ONLY", "V6_ONLY", "V4_PREFERRED", "ALL")
 
 _ASSIGNMENT: Shape = {
     "cluster_name": str,
@@ -35,14 +34,14 @@ _ASSIGNMENT: Shape = {
         }
     ],
 }
-_CLUSTER: Shape = {"name": str, "dns_lookup_family": _FAMILY, "load_assignment": _ASSIGNMENT}
+_CLUSTER: Shape = {"name": str, "load_assignment": _ASSIGNMENT}
 _OVERRIDE_HOST: Shape = {
     "override_host_sources": [{"header": str, "metadata": {"key": str, "path": [{"key": str}]}}]
 }
 
 
 def read_cluster(node: Node, problems: list[Problem]) -> tuple[Any, Node | None]:
-    """A ``Cluster`` (name, dns_lookup_family, load_assignment) or None, and the assignment's node."""
+    """A ``Cluster`` (name, load_assignment) or None, and the assignment's node."""
     from envoy_data_plane.envoy.config.cluster.v3 import Cluster
 
     return _message(Cluster, _CLUSTER, node, problems), node.get("load_assignment")

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from extproc.fleet.config import EndpointConfig, PoolConfig, RouterConfig
 
-#: From a name to its IP addresses, in text; raises OSError when there is no answer.
+#: From a name to its IP addresses, in text; raises OSError when there is no answer, ValueError for a bad name.
 Lookup = Callable[[str], Awaitable[list[str]]]
 
 #: Name to addresses, sorted.
@@ -85,7 +85,7 @@ class Resolver:
                 addresses = await self._lookup(name)
         except TimeoutError:
             self._fail(name, f"no answer within {self._timeout_s:g} s")
-        except (OSError, UnicodeError) as error:
+        except (OSError, ValueError) as error:
             self._fail(name, str(error))
         else:
             if addresses:

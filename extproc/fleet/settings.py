@@ -39,13 +39,20 @@ class Setting:
     choices: tuple[str, ...] = ()
 
     @property
+    def row(self) -> str:
+        """The setting as a row of the table in docs/configuration.md."""
+        default = "" if self.default is None else _plain(self.default)
+        cells = (f"`{self.name}`", self.kind, self.unit, default, self.bounds, self.help)
+        return f"| {' | '.join(cells)} |"
+
+    @property
     def bounds(self) -> str:
         """The allowed values as text: ``1 to 100000``, or the choices."""
         if self.choices:
             return ", ".join(self.choices)
         if self.low is None or self.high is None:
             return ""
-        return f"{self.low:.12g} to {self.high:.12g}"
+        return f"{_plain(self.low)} to {_plain(self.high)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +85,7 @@ POOL_SETTINGS: tuple[Setting, ...] = (
     _pool(
         "max_inflight",
         "integer",
-        "Requests that one worker may have in flight; at the limit the next worker in the prefix's order"
-        " takes the request.",
+        "Requests that one worker may have in flight; at the limit another worker takes the request.",
         unit="requests",
         low=1,
         high=1_000_000,
@@ -87,14 +93,14 @@ POOL_SETTINGS: tuple[Setting, ...] = (
     _pool(
         "max_load_ratio",
         "number",
-        "A worker with more in flight than this times the pool's mean is passed over.",
+        "Policy prefix-hash: a worker with more in flight than this times the pool's mean is passed over.",
         low=1.0,
         high=1000.0,
     ),
     _pool(
         "load_margin",
         "integer",
-        "Requests above the mean that are always allowed, so that a quiet pool keeps its affinity.",
+        "Policy prefix-hash: requests allowed on top of that, so that a quiet pool keeps its affinity.",
         unit="requests",
         low=0,
         high=1_000_000,
@@ -118,7 +124,7 @@ POOL_SETTINGS: tuple[Setting, ...] = (
     _pool(
         "prefix_tokens",
         "integer",
-        "Tokens at the head of the prompt that decide which worker is its home.",
+        "Tokens at the head of the prompt that decide its order of workers (policy prefix-hash, and ties).",
         unit="tokens",
         low=1,
         high=10_000_000,
@@ -156,14 +162,14 @@ POOL_SETTINGS: tuple[Setting, ...] = (
     _pool(
         "alpha",
         "number",
-        "Weight of the work already waiting at a worker against the request's own prefill time.",
+        "Policy predicted: how much of a cold prefill's time counts again, for delaying the worker's others.",
         low=0.0,
         high=1000.0,
     ),
     _pool(
         "decode_ms",
         "number",
-        "Time that one request in decode adds to a waiting prefill.",
+        "Policy predicted: time that each request in flight adds to the expected time to first token.",
         unit="ms",
         low=0.0,
         high=60_000.0,
@@ -171,7 +177,7 @@ POOL_SETTINGS: tuple[Setting, ...] = (
     _pool(
         "eviction_weight",
         "number",
-        "What evicting a cached token costs, in prefill times of that token.",
+        "Policy predicted: how much of the prefill that evicted blocks will need again counts.",
         low=0.0,
         high=1000.0,
     ),
@@ -301,8 +307,15 @@ def _fix(setting: Setting) -> str:
         return "give a name in quotes"
     kind = "a whole number" if setting.kind == "integer" else "a number"
     unit = f" ({setting.unit})" if setting.unit else ""
-    default = "" if setting.default is None else f"; the default is {setting.default:g}"
+    default = "" if setting.default is None else f"; the default is {_plain(setting.default)}"
     return f"use {kind}{unit} from {setting.bounds}{default}"
+
+
+def _plain(value: Any) -> str:
+    """A value as YAML would have it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:.12g}" if isinstance(value, int | float) else str(value)
 
 
 def _did_you_mean(key: str, known: Iterable[str]) -> str:
