@@ -34,6 +34,7 @@ from __future__ import annotations
 import msgspec
 
 from extproc.prompt import chat, completions, messages, responses
+from extproc.prompt.content import TooManyPartsError
 from extproc.prompt.model import Prompt, Unreadable
 
 __all__ = ["Prompt", "Unreadable", "read_prompt"]
@@ -46,6 +47,12 @@ _READERS = (
     ("/messages", messages.read),
     ("/responses", responses.read),
 )
+
+# A hostile body of 16 MiB can hold millions of empty arrays, messages or content parts, seconds of work. So
+# beyond a size that is quickly read whatever it holds, brackets are counted first. Those in text count too;
+# code has one in forty bytes, so there is room for five megabytes of it, more than any context window.
+_QUICK_BODY_BYTES = 1024 * 1024
+_MAX_BRACKETS = 2**17
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -81,6 +88,8 @@ def read_prompt(
     body = body.removeprefix(_BYTE_ORDER_MARK)
     if not body:
         return Unreadable.EMPTY_BODY
+    if len(body) > _QUICK_BODY_BYTES and body.count(b"{") + body.count(b"[") > _MAX_BRACKETS:
+        return Unreadable.TOO_COMPLEX
     try:
         return read(body, content_format)
     except msgspec.ValidationError:  # JSON, but not of the shape that this API takes
@@ -89,3 +98,5 @@ def read_prompt(
         return Unreadable.BAD_JSON
     except RecursionError:
         return Unreadable.TOO_DEEP
+    except TooManyPartsError:
+        return Unreadable.TOO_COMPLEX

@@ -40,7 +40,7 @@ ARGUMENTS = b"\xffA"
 NO_GENERATION_PROMPT = b"\xffG"
 CONTINUE_FINAL = b"\xffZ"
 
-_ordered = msgspec.json.Encoder()
+ordered_json = msgspec.json.Encoder().encode
 _sorted = msgspec.json.Encoder(order="deterministic")
 
 
@@ -59,7 +59,7 @@ class CanonicalText:
 
     def put_json(self, tag: bytes, value: Any) -> None:
         """Add a structured field, its keys in the order they came."""
-        self.put_bytes(tag, _ordered.encode(value))
+        self.put_bytes(tag, ordered_json(value))
 
     def put_bytes(self, tag: bytes, content: bytes) -> None:
         """Add a field whose content is UTF-8 already."""
@@ -81,11 +81,10 @@ def scope(kind: str, model: str | None, cache_salt: str | None, shifts: Sequence
         shifts: options that move every token, in a fixed order; those at their defaults are None.
 
     """
-    return b"\xff".join(
-        (kind.encode(), (model or "").encode(), (cache_salt or "").encode(), _ordered.encode(shifts))
-        if any(shift is not None for shift in shifts)
-        else (kind.encode(), (model or "").encode(), (cache_salt or "").encode())
-    )
+    fields = [kind.encode(), (model or "").encode(), (cache_salt or "").encode()]
+    if any(shift is not None for shift in shifts):
+        fields.append(ordered_json(shifts))
+    return b"\xff".join(fields)
 
 
 def digest(*values: Any) -> str:

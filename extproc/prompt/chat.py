@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -65,7 +66,7 @@ class ChatRequest(msgspec.Struct, kw_only=True):
     messages: list[Message]
     model: str | None = None
     cache_salt: str | None = None
-    tools: list[Tool] | None = None
+    tools: msgspec.Raw = msgspec.Raw()
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
@@ -83,27 +84,53 @@ class ChatRequest(msgspec.Struct, kw_only=True):
 
 
 _decoder = msgspec.json.Decoder(ChatRequest)
+_tools_decoder = msgspec.json.Decoder(list[Tool] | None)
 _arguments_decoder = msgspec.json.Decoder()
+
+#: Agents send the same tools with each request; those up to this size are converted once.
+_REMEMBERED_TOOLS = 64
+_REMEMBERED_TOOLS_BYTES = 256 * 1024
 
 
 def read(body: bytes, content_format: str) -> Prompt | Unreadable:
     """Read an OpenAI chat request."""
-    return write(_decoder.decode(body), content_format)
+    request = _decoder.decode(body)
+    return write(request, canonical_tools(request.tools), content_format)
+
+
+def tools_reader(convert: Callable[[bytes], Sequence[Any] | None]) -> Callable[[msgspec.Raw], bytes]:
+    """Return a function from an API's ``tools``, as they stand in the body, to canonical JSON (b"" if none).
+
+    ``convert`` parses them and brings them to the form that chat templates see.
+    """
+
+    def canonical(raw: bytes) -> bytes:
+        tools = convert(raw)
+        return c.ordered_json(tools) if tools else b""
+
+    remembered = lru_cache(_REMEMBERED_TOOLS)(canonical)
+
+    def read_tools(raw: msgspec.Raw) -> bytes:
+        data = bytes(raw)
+        if not data:
+            return b""
+        return remembered(data) if len(data) <= _REMEMBERED_TOOLS_BYTES else canonical(data)
+
+    return read_tools
+
+
+canonical_tools = tools_reader(_tools_decoder.decode)
 
 
 def write(
-    request: ChatRequest,
-    content_format: str,
-    *,
-    builtin_tools: Sequence[Any] = (),
-    previous_response: str | None = None,
+    request: ChatRequest, tools: bytes, content_format: str, previous_response: str | None = None
 ) -> Prompt | Unreadable:
     """Write a chat's canonical text.
 
     Args:
-        request: the chat.
+        request: the chat; its ``tools`` are not looked at.
+        tools: the tools in canonical JSON, b"" if there are none.
         content_format: see `extproc.prompt.read_prompt`.
-        builtin_tools: tools that the engine itself runs (`/v1/responses`), as they came.
         previous_response: name of a response (`/v1/responses`) whose conversation precedes the messages.
 
     Returns:
@@ -113,9 +140,9 @@ def write(
     if not request.messages:
         return Unreadable.NO_PROMPT
     text = c.CanonicalText()
+    if tools:
+        text.put_bytes(c.TOOLS, tools)
     _write_head(text, request)
-    if builtin_tools:
-        text.put_json(c.TOOLS, builtin_tools)
     if previous_response:
         text.put(c.PREVIOUS_RESPONSE, previous_response)
     joined = content_format != "openai"
@@ -152,8 +179,6 @@ def write(
 
 
 def _write_head(text: c.CanonicalText, request: ChatRequest) -> None:
-    if request.tools:
-        text.put_json(c.TOOLS, request.tools)
     if request.chat_template:
         text.put(c.CHAT_TEMPLATE, request.chat_template)
     if request.chat_template_kwargs:

@@ -30,6 +30,12 @@ _MODALITIES = {
     "data": "prompt_embeds",
 }
 
+_MAX_PARTS = 2**16
+
+
+class TooManyPartsError(Exception):
+    """A message of more parts than any real one; the work for them would stall other requests."""
+
 
 def write_content(
     text: c.CanonicalText, content: Content, joined: bool, media_options: Sequence[object]
@@ -45,6 +51,8 @@ def write_content(
         if content or not joined:
             text.put(c.TEXT, content)
         return
+    if len(content) > _MAX_PARTS:
+        raise TooManyPartsError
     texts: list[str] = []
     for part in content:
         string = part if isinstance(part, str) else _text_of(part)
@@ -74,7 +82,7 @@ def _write_other(text: c.CanonicalText, part: dict[str, Any], media_options: Seq
     URL or data. It is hashed: megabytes of base64 say nothing about the number of tokens.
     """
     kind = part.get("type")
-    if kind in _TEXT_KEYS:
+    if isinstance(kind, str) and kind in _TEXT_KEYS:
         return  # without text: vLLM skips it
     if kind == "tool_reference":
         text.put(c.REFERENCE, str(part.get("name")))

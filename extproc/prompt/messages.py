@@ -58,7 +58,7 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
     system: str | list[Block] | None = None
     model: str | None = None
     cache_salt: str | None = None
-    tools: list[AnthropicTool] | None = None
+    tools: msgspec.Raw = msgspec.Raw()
     chat_template_kwargs: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
     max_tokens: Any = None
@@ -66,6 +66,7 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
 
 
 _decoder = msgspec.json.Decoder(MessagesRequest)
+_tools_decoder = msgspec.json.Decoder(list[AnthropicTool] | None)
 
 
 def read(body: bytes, content_format: str) -> Prompt | Unreadable:
@@ -82,12 +83,12 @@ def read(body: bytes, content_format: str) -> Prompt | Unreadable:
             messages=messages,
             model=request.model,
             cache_salt=request.cache_salt,
-            tools=[_convert_tool(tool) for tool in request.tools or ()],
             chat_template_kwargs=request.chat_template_kwargs,
             reasoning_effort=request.output_config.effort if request.output_config else None,
             max_tokens=request.max_tokens,
             stream=request.stream,
         ),
+        _canonical_tools(request.tools),
         content_format,
     )
 
@@ -109,18 +110,21 @@ def _system(request: MessagesRequest) -> list[chat.Message]:
     return [chat.Message(role="system", content=system)] if system else []
 
 
-def _convert_tool(tool: AnthropicTool) -> chat.Tool:
-    schema = tool.input_schema
-    if "type" not in schema:
-        schema["type"] = "object"
-    return chat.Tool(
-        function=chat.Function(
+def _convert_tools(raw: bytes) -> list[chat.Tool]:
+    tools: list[chat.Tool] = []
+    for tool in _tools_decoder.decode(raw) or ():
+        tool.input_schema.setdefault("type", "object")
+        function = chat.Function(
             name=tool.name,
             description=tool.description,
-            parameters=schema,
+            parameters=tool.input_schema,
             defer_loading=tool.defer_loading,
         )
-    )
+        tools.append(chat.Tool(function=function))
+    return tools
+
+
+_canonical_tools = chat.tools_reader(_convert_tools)
 
 
 def _convert_turn(turn: Turn, messages: list[chat.Message]) -> None:

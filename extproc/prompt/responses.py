@@ -28,7 +28,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     previous_response_id: str | None = None
     model: str | None = None
     cache_salt: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: msgspec.Raw = msgspec.Raw()
     reasoning: Reasoning | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -39,6 +39,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 
 
 _decoder = msgspec.json.Decoder(ResponsesRequest)
+_tools_decoder = msgspec.json.Decoder(list[dict[str, Any]] | None)
 
 
 def read(body: bytes, content_format: str) -> Prompt | Unreadable:
@@ -49,7 +50,6 @@ def read(body: bytes, content_format: str) -> Prompt | Unreadable:
     messages: list[chat.Message] = []
     if request.instructions:
         messages.append(chat.Message(role="system", content=request.instructions))
-    tools = request.tools or []
     partial = False
     if isinstance(request.input, str):
         messages.append(chat.Message(role="user", content=request.input))
@@ -66,7 +66,6 @@ def read(body: bytes, content_format: str) -> Prompt | Unreadable:
             messages=messages,
             model=request.model,
             cache_salt=request.cache_salt,
-            tools=[_convert_tool(tool) for tool in tools if tool.get("type") == "function"],
             chat_template=request.chat_template,
             chat_template_kwargs=request.chat_template_kwargs,
             reasoning_effort=request.reasoning.effort if request.reasoning else None,
@@ -76,15 +75,21 @@ def read(body: bytes, content_format: str) -> Prompt | Unreadable:
             max_tokens=request.max_output_tokens,
             stream=request.stream,
         ),
+        _canonical_tools(request.tools),
         content_format,
-        builtin_tools=[tool for tool in tools if tool.get("type") != "function"],
-        previous_response=request.previous_response_id,
+        request.previous_response_id,
     )
 
 
-def _convert_tool(tool: dict[str, Any]) -> chat.Tool:
-    """Nest a function, which is flat in this API."""
-    return chat.Tool(function=msgspec.convert(tool, chat.Function))
+def _convert_tools(raw: bytes) -> list[Any]:
+    """Nest functions, which are flat in this API; tools that the engine runs itself stay as they came."""
+    return [
+        chat.Tool(function=msgspec.convert(tool, chat.Function)) if tool.get("type") == "function" else tool
+        for tool in _tools_decoder.decode(raw) or ()
+    ]
+
+
+_canonical_tools = chat.tools_reader(_convert_tools)
 
 
 def _convert_item(item: dict[str, Any], messages: list[chat.Message]) -> None:
