@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum, auto
+from math import isfinite
 
 from google.protobuf.struct_pb2 import Value
 
@@ -79,6 +80,7 @@ class Exchange:
         self._max_body_bytes = max_body_bytes
         self._facts = RequestFacts()
         self._decided = False
+        self._request_body_mode: int | None = None  # None: Envoy didn't tell
         self._duplex_request = False
         self._duplex_response = False
         self._chunks: list[bytes] = []
@@ -86,6 +88,12 @@ class Exchange:
 
     def receive(self, message: ProcessingRequest, now: float) -> list[ProcessingResponse]:
         """Answer one message. Observability mode wants no answers, and gets none."""
+        if message.HasField("protocol_config"):  # in the first message, whichever that is
+            self._request_body_mode = message.protocol_config.request_body_mode
+            self._duplex_request = self._request_body_mode == ProcessingMode.FULL_DUPLEX_STREAMED
+            self._duplex_response = (
+                message.protocol_config.response_body_mode == ProcessingMode.FULL_DUPLEX_STREAMED
+            )
         replies = self._answer(message, now)
         return [] if message.observability_mode else replies
 
@@ -121,15 +129,11 @@ class Exchange:
     # --- request ---------------------------------------------------------------------------------
 
     def _request_headers(self, message: ProcessingRequest, now: float) -> list[ProcessingResponse]:
+        if self.state is not State.HEADERS:  # out of order: a second decision would never be ended
+            return [ProcessingResponse(request_headers=HeadersResponse())]
         headers = message.request_headers
         self._facts = _facts(headers, message)
-        mode = message.protocol_config.request_body_mode
-        self._duplex_request = mode == ProcessingMode.FULL_DUPLEX_STREAMED
-        self._duplex_response = (
-            message.protocol_config.response_body_mode == ProcessingMode.FULL_DUPLEX_STREAMED
-        )
-        no_body_comes = message.HasField("protocol_config") and mode == ProcessingMode.NONE
-        if headers.end_of_stream or no_body_comes:
+        if headers.end_of_stream or self._request_body_mode == ProcessingMode.NONE:
             reply = ProcessingResponse(request_headers=HeadersResponse())
             self._steer(reply, reply.request_headers.response, b"", now)
             self._ask_for_the_end(reply, message)
@@ -147,9 +151,10 @@ class Exchange:
         reply = ProcessingResponse(request_body=BodyResponse())
         if not self._decided:
             self._keep(data)
-            # A partial body (BUFFERED_PARTIAL over its limit) has no "last", and no successor either;
-            # its pick is then made, and counted, at the response headers.
-            if last:
+            # BUFFERED sends the whole body at once, and without "last" when trailers follow. A partial
+            # body (BUFFERED_PARTIAL over its limit) has no "last", and no successor either; its pick is
+            # then made, and counted, at the response headers.
+            if last or self._request_body_mode == ProcessingMode.BUFFERED:
                 self._steer(reply, reply.request_body.response, self._take_body(), now)
         return [reply]
 
@@ -253,12 +258,14 @@ class Exchange:
         routing = self.routing
         if routing is not None:
             seen = _attributes(message)
-            # No attributes at all: the YAML doesn't ask for them, so believe that the pick was used.
-            # Attributes without an address: Envoy answered by itself, no worker was reached.
-            upstream = routing.decision.worker.address if not seen else _text(seen, "upstream.address")
-            attempts = int(seen["upstream.request_attempt_count"].number_value) if seen else 1
-            status = _header(message.response_headers, ":status")
-            self._router.responded(routing, upstream, attempts, int(status) if status.isdigit() else 0, now)
+            status = _status(_header(message.response_headers, ":status"))
+            upstream = _text(seen, "upstream.address")
+            # An error without an address is Envoy's own answer, no worker was reached. Otherwise the YAML
+            # doesn't ask for the address, so believe that the pick was used.
+            if not upstream and (not seen or 200 <= status < 300):
+                upstream = routing.decision.worker.address
+            attempts = _whole(seen, "upstream.request_attempt_count")
+            self._router.responded(routing, upstream, attempts, status, now)
             if self._overrides.debug:
                 decision = routing.decision
                 share = decision.cached_tokens / decision.prompt_tokens if decision.prompt_tokens else 0.0
@@ -301,6 +308,17 @@ def _attributes(message: ProcessingRequest) -> Mapping[str, Value]:
 
 def _text(attributes: Mapping[str, Value], name: str) -> str:
     return attributes[name].string_value if name in attributes else ""
+
+
+def _whole(attributes: Mapping[str, Value], name: str) -> int:
+    """A count; 0 when it isn't there or is none."""
+    number = attributes[name].number_value if name in attributes else 0.0
+    return int(number) if isfinite(number) else 0
+
+
+def _status(text: str) -> int:
+    """An HTTP status; 0 when it is none."""
+    return int(text) if len(text) == 3 and text.isascii() and text.isdigit() else 0
 
 
 def _value(header: HeaderValue) -> str:
