@@ -185,17 +185,18 @@ class Engine:
         """Whether a step is in progress."""
         return self._step_count > 0
 
-    @property
-    def prefill_left_tokens(self) -> int:
-        """Prompt tokens that admitted sequences have still to compute after the step in progress."""
-        return sum(
-            left for s in self._running if (left := s.tokens - s.computed - s.scheduled) > 0 and s.tokens != s.computed + 1
-        )
+    def prefill_left(self, request_id: str) -> int | None:
+        """Prompt tokens of a request that no step has been scheduled for; None while it waits.
 
-    def admitted(self, request_id: str) -> bool:
-        """Whether a request is or was running, so that its place in the queue is history."""
+        0 for requests that the engine doesn't have (any more).
+        """
         sequence = self._sequences.get(request_id)
-        return sequence is None or sequence.cached_tokens >= 0
+        if sequence is None:
+            return 0
+        if not sequence.blocks:
+            return None
+        left = sequence.request.prompt_tokens - sequence.computed - sequence.scheduled
+        return left if left > 0 else 0
 
     @property
     def full(self) -> bool:

@@ -22,7 +22,7 @@ class View:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        # Sent and not admitted yet: flight index → tokens it will prefill, and the blocks it will bring.
+        # Sent and not prefilled yet: flight index → tokens it will prefill, and the blocks it will bring.
         self._sent: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._promised: Counter[int] = Counter()
 
@@ -32,7 +32,7 @@ class View:
         return len(self.worker.coming) + len(self.worker.flights)
 
     def hit_tokens(self, flight: Flight) -> int:
-        """Prompt tokens that will be in the cache when the request is admitted: there, or queued before it."""
+        """Prompt tokens that will be cached when the request is admitted: there now, or queued before it."""
         request = flight.request
         cached, promised = self.worker.engine.pool.cached, self._promised
         blocks = 0
@@ -45,13 +45,23 @@ class View:
     def queued_tokens(self) -> int:
         """Prompt tokens to prefill before a new request gets its turn, the step in progress left out."""
         worker = self.worker
-        for index in [i for i in self._sent if i not in worker.coming and worker.engine.admitted(str(i))]:
+        queued = 0
+        done = []
+        for index, (miss, _) in self._sent.items():
+            left = None if index in worker.coming else worker.engine.prefill_left(str(index))
+            if left is None:
+                queued += miss
+            elif left:
+                queued += left
+            else:
+                done.append(index)
+        for index in done:
             for block_hash in self._sent.pop(index)[1]:
                 if self._promised[block_hash] > 1:
                     self._promised[block_hash] -= 1
                 else:
                     del self._promised[block_hash]
-        return sum([miss for miss, _ in self._sent.values()]) + worker.engine.prefill_left_tokens
+        return queued
 
     def sent(self, flight: Flight) -> None:
         """A request is on its way here."""
@@ -67,12 +77,13 @@ class View:
         cost = config.cost
         step_s = cost.step_duration_s(0, worker.engine.running)
         step_tokens_s = cost.prefill_s + step_s / config.max_num_batched_tokens
-        queued = self.queued_tokens()
-        wait_s = queued * step_tokens_s
+        wait_s = self.queued_tokens() * step_tokens_s
         if worker.engine.stepping:
             # A batch of decode steps gives way after the one in progress.
             wait_s += min(worker.end_s - now, max(step_s, worker.engine.step_s))
-        return max(wait_s, cost.frontend_s(flight.request.prompt_tokens)) + miss_tokens * step_tokens_s + step_s
+        return (
+            max(wait_s, cost.frontend_s(flight.request.prompt_tokens)) + miss_tokens * step_tokens_s + step_s
+        )
 
 
 class Oracle:

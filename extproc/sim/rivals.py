@@ -1,19 +1,16 @@
 """Other routers' rules, from what they publish, to measure ours against.
 
+Round robin, least request and random are policies of the product itself.
 Idealised in their favour: no overhead, no polling delay unless the rule's own, exact engine state where a
 rule asks for it, and their pictures of caches work on the simulator's blocks.
 
-| name | rule | source |
-|---|---|---|
-| ``round-robin`` | each in turn | Envoy ROUND_ROBIN |
-| ``least-request`` | fewest requests in flight, ties at random | Envoy LEAST_REQUEST over all hosts |
-| ``random`` | any | |
-| ``modulo`` | hash of the first 512 tokens modulo the number of workers | folklore |
-| ``ring`` | hash of the first 256 tokens on a ring, load at most 1.25 x the mean | KubeAI, SGLang prefix_hash |
-| ``radix`` | longest match if above 0.3, else the smallest tree; least loaded if max - min > 64 and max > 1.5 min | SGLang |
-| ``radix-tight`` | the same at 0.5, 32 and 1.1 | SGLang's former defaults |
-| ``lmetric-exact`` | least (queued + own prefill tokens) x batch size | arXiv 2603.15202 |
-| ``weighted`` | 3 x prefix + 2 x queue + 2 x KV use, engine state up to 50 ms old | llm-d |
+- ``modulo``: hash of the first 512 tokens modulo the number of workers. Folklore.
+- ``ring``: hash of the first 256 tokens on a ring, load at most 1.25 x the mean. KubeAI; SGLang prefix_hash.
+- ``radix``: the longest match if it is above 0.3 of the prompt, else the smallest tree; the least loaded if
+  max - min > 64 and max > 1.5 min (loads over the fleet). SGLang cache_aware.
+- ``radix-tight``: the same at 0.5, 32 and 1.1, SGLang's former defaults.
+- ``lmetric-exact``: least (queued + own prefill tokens) x batch size. arXiv 2603.15202.
+- ``weighted``: 3 x prefix + 2 x queue + 2 x KV use, each 0 ... 1, engine state up to 50 ms old. llm-d.
 """
 
 from __future__ import annotations
@@ -62,33 +59,6 @@ class Rival:
     def least_loaded(self) -> int:
         """Fewest in flight, ties at random."""
         return min(self.workers, key=lambda w: (self.loads[w.index], self.random.random())).index
-
-
-class RoundRobin(Rival):
-    """Each in turn."""
-
-    _turn = -1
-
-    def choose(self, flight: Flight, now: float) -> int:
-        """The next one."""
-        self._turn += 1
-        return self.workers[self._turn % len(self.workers)].index
-
-
-class LeastRequest(Rival):
-    """Fewest requests in flight."""
-
-    def choose(self, flight: Flight, now: float) -> int:
-        """The least loaded."""
-        return self.least_loaded()
-
-
-class AnyWorker(Rival):
-    """Any."""
-
-    def choose(self, flight: Flight, now: float) -> int:
-        """One at random."""
-        return self.random.choice(self.workers).index
 
 
 def _head_hash(request: SimRequest, blocks: int) -> int:
@@ -142,9 +112,7 @@ class Ring(Rival):
 class Radix(Rival):
     """SGLang's cache_aware: an approximate tree per worker, and a gate on the fleet's imbalance."""
 
-    def __init__(
-        self, seed: int = 0, *, threshold: float = 0.3, gap: int = 64, ratio: float = 1.5
-    ) -> None:
+    def __init__(self, seed: int = 0, *, threshold: float = 0.3, gap: int = 64, ratio: float = 1.5) -> None:
         super().__init__(seed)
         self._threshold = threshold
         self._gap = gap
@@ -237,7 +205,9 @@ class Weighted(_Informed):
         """The highest score."""
         if now - self._seen_s >= self.REFRESH_S:
             self._seen_s = now
-            self._state = {i: (v.worker.engine.waiting, v.worker.engine.kv_usage) for i, v in self.views.items()}
+            self._state = {
+                i: (v.worker.engine.waiting, v.worker.engine.kv_usage) for i, v in self.views.items()
+            }
         chain = flight.request.prompt_chain
         queues = [waiting for waiting, _ in self._state.values()]
         low, high = min(queues), max(queues)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from random import Random
 from typing import Protocol
@@ -24,7 +24,7 @@ _MANY_STEPS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class FleetChange:
-    """At ``time_s`` the workers ``leave`` take no new requests (running ones end) and ``join`` new ones come."""
+    """At ``time_s`` the workers ``leave`` take no more requests (running ones end), and ``join`` others come."""
 
     time_s: float
     leave: tuple[int, ...] = ()
@@ -40,7 +40,7 @@ class Fleet:
     speeds: tuple[float, ...] = (1.0,)
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
-    cost: CostModel = CostModel()
+    cost: CostModel = field(default_factory=CostModel)
     changes: tuple[FleetChange, ...] = ()
 
     def engine_config(self, index: int) -> EngineConfig:

@@ -32,7 +32,7 @@ class Text:
     hashes: tuple[int, ...] = ()
 
     def then(self, tokens: int, random: Random) -> Text:
-        """This text and ``tokens`` more that nobody has seen before."""
+        """A text that goes on with ``tokens`` more that nobody has seen before."""
         total = self.tokens + tokens
         new = total // BLOCK_TOKENS - len(self.hashes)
         fresh = tuple([random.getrandbits(64) for _ in range(new)])
@@ -80,6 +80,7 @@ class Draw:
         self._random = random
 
     def __call__(self) -> int:
+        """The next index."""
         return min(bisect(self._sums, self._random.random() * self._sums[-1]), len(self._sums) - 1)
 
 
@@ -93,7 +94,9 @@ def zipf(count: int, exponent: float = 1.0) -> list[float]:
     return [1.0 / (rank + 1) ** exponent for rank in range(count)]
 
 
-def _request(prompt: Text, output_tokens: int, random: Random, head: int, group: str, src: object) -> SimRequest:
+def _request(
+    prompt: Text, output_tokens: int, random: Random, head: int, group: str, src: object
+) -> SimRequest:
     chain = prompt.then(output_tokens, random).hashes
     return SimRequest(prompt.tokens, output_tokens, chain, head, group, src)
 
@@ -101,8 +104,8 @@ def _request(prompt: Text, output_tokens: int, random: Random, head: int, group:
 class Swarm:
     """Streams of requests by agents of some personas: a long shared prompt, a short turn of their own.
 
-    ``weights``: one per persona. ``rate``: requests a second in an open loop (Poisson); without it, ``streams``
-    clients send their next request when the last one has ended.
+    ``weights``: one per persona. ``rate``: requests a second in an open loop (Poisson); without it,
+    ``streams`` clients send their next request when the last one has ended.
     """
 
     def __init__(
