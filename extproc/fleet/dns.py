@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from extproc.fleet.config import EndpointConfig, PoolConfig, RouterConfig
 
-#: From a name to its IP addresses, in text; raises OSError when there is no answer, ValueError for a bad name.
+#: From a name to its IP addresses, in text; OSError: no answer, ValueError: not a name.
 Lookup = Callable[[str], Awaitable[list[str]]]
 
 #: Name to addresses, sorted.
