@@ -6,7 +6,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: run test check format proto lock clean help
+.PHONY: run test check format compose-test proto lock clean help
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -36,14 +36,20 @@ format: $(STAMP) ## let ruff format and fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+compose-test: $(STAMP) ## docker-compose.yml, really run (needs a Docker engine)
+	$(BIN)/python tests/compose/check.py
+
 proto: $(STAMP) ## generate extproc/wire/ from proto/
 	$(BIN)/python proto/generate.py
 
-lock: ## choose versions anew and write requirements.lock
+LOCK := $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --python-version 3.11
+
+lock: ## choose versions anew and write requirements*.lock
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
-	$(BIN)/uv pip compile --quiet --universal --upgrade --generate-hashes --no-emit-index-url --no-header \
-	  --python-version 3.11 --extra local --extra dev pyproject.toml --output-file requirements.lock
+	$(LOCK) --upgrade --extra local --extra dev pyproject.toml --output-file requirements.lock
+	$(LOCK) --constraint requirements.lock pyproject.toml --output-file requirements-serve.lock
+	$(LOCK) --constraint requirements.lock --extra local pyproject.toml --output-file requirements-local.lock
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
