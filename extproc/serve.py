@@ -71,6 +71,12 @@ async def _serve(args: argparse.Namespace) -> int:
     def reload(config: RouterConfig) -> None:
         pending.add(task := asyncio.ensure_future(resolver.use(config)))
         task.add_done_callback(pending.discard)
+        task.add_done_callback(report)
+
+    def report(task: asyncio.Future[None]) -> None:
+        # Nobody awaits these tasks before the end, and one that fails must not do so in silence.
+        if not task.cancelled() and (error := task.exception()) is not None:
+            observer.internal_error(error)
 
     pending: set[asyncio.Future[None]] = set()
     watcher = Watcher(args.envoy_config, reload, observer.refused)
@@ -84,6 +90,8 @@ async def _serve(args: argparse.Namespace) -> int:
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     following = [asyncio.create_task(watcher.run()), asyncio.create_task(resolver.run())]
+    for task in following:
+        task.add_done_callback(report)
     metrics = None
     try:
         if args.metrics:

@@ -67,12 +67,13 @@ class Server:
 
     async def start(self, listen: str) -> str:
         """Listen on ``host:port`` or ``unix:PATH`` (port 0: any); returns the address. ListenError."""
+        _check(listen)
         try:
             port = self._server.add_insecure_port(listen)
-        except RuntimeError as error:
-            raise ListenError(f"can't listen on {listen}: {error}") from error
-        if not port and not listen.startswith("unix"):
-            raise ListenError(f"can't listen on {listen}: is the port in use?")
+        except RuntimeError as error:  # gRPC writes the system's reason to standard error by itself
+            raise ListenError(
+                f"can't listen on {listen}: in use, or not an address of this machine"
+            ) from error
         await self._server.start()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         return listen if listen.startswith("unix") else f"{listen.rpartition(':')[0]}:{port}"
@@ -123,3 +124,12 @@ class Server:
             self._streams.discard(task)
             if not self._streams:
                 self._idle.set()
+
+
+def _check(listen: str) -> None:
+    """Refuse what gRPC would bend: no port becomes 443, and one too large is cut down to 16 bits."""
+    if listen.startswith("unix:"):
+        return
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > 65535:
+        raise ListenError(f"--listen {listen}: use host:port, [v6]:port or unix:PATH")
