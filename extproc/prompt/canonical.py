@@ -45,26 +45,33 @@ _sorted = msgspec.json.Encoder(order="deterministic")
 
 
 class CanonicalText:
-    """Collects fields; `size` is the number of bytes so far."""
+    """Collects fields."""
 
-    __slots__ = ("_pieces", "size")
+    __slots__ = ("_pieces",)
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
-        self.size = 0
 
     def put(self, tag: bytes, content: str = "") -> None:
         """Add a field of text."""
-        self.put_bytes(tag, content.encode())
+        self._pieces += (tag, content.encode())
 
     def put_json(self, tag: bytes, value: Any) -> None:
         """Add a structured field, its keys in the order they came."""
-        self.put_bytes(tag, ordered_json(value))
+        self._pieces += (tag, ordered_json(value))
 
     def put_bytes(self, tag: bytes, content: bytes) -> None:
         """Add a field whose content is UTF-8 already."""
         self._pieces += (tag, content)
-        self.size += len(tag) + len(content)
+
+    @property
+    def position(self) -> int:
+        """Where the next field goes; of use for `bytes_before` only."""
+        return len(self._pieces)
+
+    def bytes_before(self, position: int) -> int:
+        """Return how many bytes stand before a position."""
+        return sum(map(len, self._pieces[:position]))
 
     def build(self) -> bytes:
         """Return all fields in the order they were put."""

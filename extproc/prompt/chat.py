@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from extproc.prompt import canonical as c
-from extproc.prompt.content import Content, write_content
+from extproc.prompt.content import Content, is_text, write_content
 from extproc.prompt.model import Prompt, Unreadable
 from extproc.prompt.options import output_limit
+from extproc.prompt.tools import ToolsReader
 
 
 class Function(msgspec.Struct, omit_defaults=True):
@@ -86,40 +86,13 @@ class ChatRequest(msgspec.Struct, kw_only=True):
 _decoder = msgspec.json.Decoder(ChatRequest)
 _tools_decoder = msgspec.json.Decoder(list[Tool] | None)
 _arguments_decoder = msgspec.json.Decoder()
-
-#: Agents send the same tools with each request; those up to this size are converted once.
-_REMEMBERED_TOOLS = 64
-_REMEMBERED_TOOLS_BYTES = 256 * 1024
+_read_tools = ToolsReader(_tools_decoder.decode)
 
 
 def read(body: bytes, content_format: str) -> Prompt | Unreadable:
     """Read an OpenAI chat request."""
     request = _decoder.decode(body)
-    return write(request, canonical_tools(request.tools), content_format)
-
-
-def tools_reader(convert: Callable[[bytes], Sequence[Any] | None]) -> Callable[[msgspec.Raw], bytes]:
-    """Return a function from an API's ``tools``, as they stand in the body, to canonical JSON (b"" if none).
-
-    ``convert`` parses them and brings them to the form that chat templates see.
-    """
-
-    def canonical(raw: bytes) -> bytes:
-        tools = convert(raw)
-        return c.ordered_json(tools) if tools else b""
-
-    remembered = lru_cache(_REMEMBERED_TOOLS)(canonical)
-
-    def read_tools(raw: msgspec.Raw) -> bytes:
-        data = bytes(raw)
-        if not data:
-            return b""
-        return remembered(data) if len(data) <= _REMEMBERED_TOOLS_BYTES else canonical(data)
-
-    return read_tools
-
-
-canonical_tools = tools_reader(_tools_decoder.decode)
+    return write(request, _read_tools(request.tools), content_format)
 
 
 def write(
@@ -148,15 +121,15 @@ def write(
     joined = content_format != "openai"
     # What changes the encoding of media is part of their identity, and of nothing else.
     media_options = (request.mm_processor_kwargs, request.media_io_kwargs)
-    head_bytes = text.size
-    opening_bytes = 0
+    head = text.position
+    opening = 0
     for message in request.messages:
         _write_message(text, message, joined, media_options)
-        if not opening_bytes:
+        if not opening:
             if message.role in ("system", "developer"):
-                head_bytes = text.size
+                head = text.position
             else:
-                opening_bytes = text.size
+                opening = text.position
     if request.add_generation_prompt is False:
         text.put(c.NO_GENERATION_PROMPT)
     if request.continue_final_message:
@@ -171,8 +144,8 @@ def write(
         ),
         text=text.build(),
         token_ids=None,
-        head_bytes=head_bytes,
-        opening_bytes=opening_bytes or text.size,
+        head_bytes=text.bytes_before(head),
+        opening_bytes=text.bytes_before(opening or text.position),
         max_tokens=output_limit(request.max_tokens if max_tokens is None else max_tokens),
         stream=request.stream is True,
     )
@@ -211,7 +184,9 @@ def _write_message(
         reasoning = message.reasoning if message.reasoning is not None else message.reasoning_content
         if reasoning is not None:
             text.put(c.REASONING, reasoning)
-    write_content(text, message.content, joined or role == "tool", media_options)
+    content = message.content
+    # Results of tools are strings for the template in any format, unless they hold something else than text.
+    write_content(text, content, joined or (role == "tool" and is_text(content)), media_options)
     if role == "assistant" and message.tool_calls:
         for call in message.tool_calls:
             _write_call(text, call)

@@ -67,6 +67,13 @@ def write_content(
         text.put(c.TEXT, "\n".join(texts))
 
 
+def is_text(content: Content) -> bool:
+    """Return whether a content holds nothing but text."""
+    if content is None or isinstance(content, str):
+        return True
+    return all(isinstance(part, str) or _text_of(part) is not None for part in content)
+
+
 def _text_of(part: dict[str, Any]) -> str | None:
     """Return a part's text, None for another kind of part."""
     kind = part.get("type")

@@ -8,6 +8,7 @@ import msgspec
 
 from extproc.prompt import chat
 from extproc.prompt.model import Prompt, Unreadable
+from extproc.prompt.tools import ToolsReader
 
 #: Claude Code sends a block of this kind with a hash that differs from request to request; vLLM drops it.
 _BILLING_HEADER = "x-anthropic-billing-header"
@@ -88,7 +89,7 @@ def read(body: bytes, content_format: str) -> Prompt | Unreadable:
             max_tokens=request.max_tokens,
             stream=request.stream,
         ),
-        _canonical_tools(request.tools),
+        _read_tools(request.tools),
         content_format,
     )
 
@@ -124,7 +125,7 @@ def _convert_tools(raw: bytes) -> list[chat.Tool]:
     return tools
 
 
-_canonical_tools = chat.tools_reader(_convert_tools)
+_read_tools = ToolsReader(_convert_tools)
 
 
 def _convert_turn(turn: Turn, messages: list[chat.Message]) -> None:

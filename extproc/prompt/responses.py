@@ -12,6 +12,7 @@ import msgspec
 
 from extproc.prompt import chat
 from extproc.prompt.model import Prompt, Unreadable
+from extproc.prompt.tools import ToolsReader
 
 
 class Reasoning(msgspec.Struct):
@@ -75,7 +76,7 @@ def read(body: bytes, content_format: str) -> Prompt | Unreadable:
             max_tokens=request.max_output_tokens,
             stream=request.stream,
         ),
-        _canonical_tools(request.tools),
+        _read_tools(request.tools),
         content_format,
         request.previous_response_id,
     )
@@ -89,7 +90,7 @@ def _convert_tools(raw: bytes) -> list[Any]:
     ]
 
 
-_canonical_tools = chat.tools_reader(_convert_tools)
+_read_tools = ToolsReader(_convert_tools)
 
 
 def _convert_item(item: dict[str, Any], messages: list[chat.Message]) -> None:

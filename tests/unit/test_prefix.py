@@ -23,10 +23,22 @@ ROLES = st.sampled_from(["system", "developer", "user", "assistant", "tool"])
 SCHEMAS = st.dictionaries(TEXTS, st.integers(0, 2) | st.sampled_from([1.0, None, 2**60, "a"]), max_size=3)
 
 
+CONTENT_FORMATS = st.sampled_from(["string", "openai"])
+
+
+def text_part(text: str) -> Unordered:
+    return Unordered(type="text", text=text)
+
+
+PARTS = TEXTS.map(text_part) | st.sampled_from("ab").map(
+    lambda url: Unordered(type="image_url", image_url=Unordered(url=url))
+)
+
+
 @st.composite
 def messages(draw: st.DrawFn) -> Unordered:
     role = draw(ROLES)
-    message = Unordered(role=role, content=draw(TEXTS))
+    message = Unordered(role=role, content=draw(st.none() | TEXTS | st.lists(PARTS, max_size=3)))
     if draw(st.booleans()):
         message["name"] = draw(TEXTS)
     if role == "tool":
@@ -59,9 +71,9 @@ CHATS = st.builds(
 )
 
 
-def read(request: Any, path: str = CHAT) -> Prompt:
+def read(request: Any, path: str = CHAT, content_format: str = "string") -> Prompt:
     body = request if isinstance(request, bytes) else json.dumps(request).encode()
-    prompt = read_prompt(path, "application/json", "", body)
+    prompt = read_prompt(path, "application/json", "", body, content_format=content_format)
     assert isinstance(prompt, Prompt), prompt
     return prompt
 
@@ -71,16 +83,21 @@ def fine(prompt: Prompt) -> PrefixChain:
     return chain(prompt, block_tokens=1, chars_per_token=1.0, prefix_tokens=1_000_000)
 
 
+def identity(request: Any, content_format: str) -> tuple[bytes, tuple[int, ...]]:
+    prompt = read(request, CHAT, content_format)
+    return prompt.scope, fine(prompt).hashes
+
+
 def spell(request: Unordered, rng: random.Random) -> bytes:
     """Write the request in another way that the engine renders to the same prompt."""
     request = Unordered(request)
     respelled = []
     for message in request["messages"]:
         message = Unordered(message)
-        if message["content"] and rng.random() < 0.5:
-            message["content"] = [Unordered(type="text", text=message["content"])]
-        elif not message["content"] and rng.random() < 0.5:
-            message["content"] = None
+        if isinstance(message["content"], str) and rng.random() < 0.5:
+            message["content"] = [text_part(message["content"])]
+        elif message["content"] is None and rng.random() < 0.5:
+            del message["content"]
         if rng.random() < 0.3:
             message["annotations"] = None
         respelled.append(message)
@@ -92,23 +109,40 @@ def spell(request: Unordered, rng: random.Random) -> bytes:
     return encode(request, rng)
 
 
-def rendered(request: Unordered) -> str:
-    """Everything that is rendered, without the canonical text's help."""
-    return json.dumps(request, sort_keys=False)
+def rendered(request: Unordered, content_format: str) -> str:
+    """What the engine's template gets to see, found in another way than by `extproc.prompt`."""
+    seen = []
+    for message in request["messages"]:
+        content = [] if message["content"] is None else message["content"]
+        if isinstance(content, str):
+            content = [text_part(content)]
+        texts = [part["text"] for part in content if part["type"] == "text"]
+        media = [part["image_url"]["url"] for part in content if part["type"] != "text"]
+        if content_format == "string":
+            content = [media, "\n".join(texts)]
+        elif message["role"] == "tool" and not media:
+            content = "\n".join(texts)
+        seen.append({**message, "content": content})
+    return json.dumps([request["model"], request["tools"], seen], sort_keys=False)
 
 
-@given(CHATS, st.randoms(use_true_random=False), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
-def test_same_prompt_same_hashes(request: Unordered, a: random.Random, b: random.Random) -> None:
-    assert fine(read(spell(request, a))) == fine(read(spell(request, b)))
+@given(CHATS, CONTENT_FORMATS, st.randoms(use_true_random=False), st.randoms(use_true_random=False))
+@settings(max_examples=60)
+def test_same_prompt_same_hashes(
+    request: Unordered, content_format: str, a: random.Random, b: random.Random
+) -> None:
+    assert identity(spell(request, a), content_format) == identity(spell(request, b), content_format)
 
 
-@given(CHATS, CHATS)
-@settings(max_examples=300)
-def test_other_prompt_other_hashes(a: Unordered, b: Unordered) -> None:
-    if rendered(a) == rendered(b):
-        return
-    assert (read(a).scope, fine(read(a)).hashes) != (read(b).scope, fine(read(b)).hashes)
+def check_both_ways(a: Unordered, b: Unordered, content_format: str) -> None:
+    alike = rendered(a, content_format) == rendered(b, content_format)
+    assert (identity(a, content_format) == identity(b, content_format)) == alike
+
+
+@given(CHATS, CHATS, CONTENT_FORMATS)
+@settings(max_examples=200)
+def test_other_prompt_other_hashes(a: Unordered, b: Unordered, content_format: str) -> None:
+    check_both_ways(a, b, content_format)
 
 
 @st.composite
@@ -120,7 +154,7 @@ def near_misses(draw: st.DrawFn) -> tuple[Unordered, Unordered]:
     message = b["messages"][index]
     change = draw(st.sampled_from(["content", "role", "name", "split", "model", "tool"]))
     if change == "content":
-        message["content"] += draw(TEXTS.filter(bool))
+        message["content"] = draw(st.lists(PARTS, max_size=3) | TEXTS)
     elif change == "role":
         message["role"] = message["role"] + "x"
     elif change == "name":
@@ -134,31 +168,27 @@ def near_misses(draw: st.DrawFn) -> tuple[Unordered, Unordered]:
     return a, b
 
 
-@given(near_misses())
+@given(near_misses(), CONTENT_FORMATS)
 @settings(max_examples=300)
-def test_near_misses_differ(pair: tuple[Unordered, Unordered]) -> None:
-    a, b = (read(request) for request in pair)
-    assert (a.scope, fine(a).hashes) != (b.scope, fine(b).hashes)
-    if a.scope != b.scope:
-        assert not set(fine(a).hashes) & set(fine(b).hashes)
+def test_near_misses_differ(pair: tuple[Unordered, Unordered], content_format: str) -> None:
+    a, b = pair
+    if "x" not in b["messages"][0]["role"]:  # an unknown role drops what belongs to the known one
+        check_both_ways(a, b, content_format)
+    if a["model"] != b["model"]:
+        assert not set(identity(a, content_format)[1]) & set(identity(b, content_format)[1])
 
 
-@given(CHATS, st.lists(messages(), max_size=3), TEXTS, st.integers(1, 9))
+@given(CHATS, st.lists(messages(), max_size=3), TEXTS, st.integers(1, 9), CONTENT_FORMATS)
 def test_a_growing_conversation_keeps_its_hashes(
-    request: Unordered, more: list[Unordered], suffix: str, block_tokens: int
+    request: Unordered, more: list[Unordered], suffix: str, block_tokens: int, content_format: str
 ) -> None:
-    last = request["messages"][-1]
-    if "tool_calls" not in last:  # they follow the content
-        more = [Unordered(last, content=last["content"] + suffix), *more]
-    else:
-        more = [last, *more]
-    longer = Unordered(request, messages=[*request["messages"][:-1], *more])
+    last = Unordered(role="user", content="x")
+    short = Unordered(request, messages=[*request["messages"], last])
+    long = Unordered(request, messages=[*request["messages"], Unordered(last, content="x" + suffix), *more])
     options: dict[str, Any] = {"block_tokens": block_tokens, "chars_per_token": 2.5, "prefix_tokens": 40}
-    if not last["content"] and "tool_calls" not in last:
-        return
-    short, long = chain(read(request), **options), chain(read(longer), **options)
-    assert long.hashes[: len(short.hashes)] == short.hashes
-    assert len(short.hashes) == len(read(request).text) // int(block_tokens * 2.5)
+    before, after = (chain(read(r, CHAT, content_format), **options) for r in (short, long))
+    assert after.hashes[: len(before.hashes)] == before.hashes
+    assert len(before.hashes) == len(read(short, CHAT, content_format).text) // int(block_tokens * 2.5)
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40), st.integers(1, 8), st.randoms())

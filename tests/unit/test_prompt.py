@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from extproc.prompt import Prompt, Unreadable, read_prompt
+from extproc.prompt.tools import ToolsReader
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -230,10 +232,23 @@ def test_spelling_of_parameters_does_not_count() -> None:
     assert same(a.encode(), b.encode())
 
 
-def test_tools_too_large_to_be_remembered_read_the_same() -> None:
-    big = function(description="d" * 300_000)
-    assert same(chat(USER, tools=[big]), chat(USER, tools=[big | {"x": 1}]))
-    assert not same(chat(USER, tools=[big]), chat(USER, tools=[big, WEATHER]))
+def test_remembered_tools_are_the_same_and_have_their_limit() -> None:
+    calls: list[bytes] = []
+
+    def convert(raw: bytes) -> list[str]:
+        calls.append(raw)
+        return [raw.decode()]
+
+    reader = ToolsReader(convert, room_bytes=100)
+    a, b, big = (msgspec.Raw(text) for text in (b"a" * 10, b"b" * 10, b"c" * 80))
+    assert reader(msgspec.Raw()) == b""
+    assert reader(a) == reader(a) == b'["aaaaaaaaaa"]'
+    assert reader(b) != reader(a)
+    assert len(calls) == 2
+    assert reader(big) == reader(big)
+    assert len(calls) == 4, "too big to be remembered"
+    assert reader(a) == b'["aaaaaaaaaa"]'
+    assert len(calls) == 5, "the big one pushed it out"
 
 
 def test_template_arguments_have_no_order_but_their_values_do() -> None:
