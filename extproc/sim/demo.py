@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--rows",
         choices=("swarm", "all"),
-        default="swarm",
-        help="all: one domain, two agent types and a mix as well (default: %(default)s)",
+        default="all",
+        help="the swarm alone, or one domain, two agent types and a mix as well (default: %(default)s)",
     )
     add("--json", type=Path, metavar="FILE", help="write the figures there, too")
     add("--keep", action="store_true", help="leave everything running afterwards, until Ctrl-C")
@@ -223,8 +223,8 @@ def _verdict(console: Console, rows: Sequence[Row]) -> None:
     throughput = after.requests_per_s / before.requests_per_s if before.requests_per_s else 0.0
     console.print(
         f"Prefix affinity: {after.hit_rate:.1%} of prompt tokens from cache instead of "
-        f"{before.hit_rate:.1%}, the median first token {faster:.0f} times sooner, {throughput:.1f} times the "
-        "throughput."
+        f"{before.hit_rate:.1%}, the median first token {faster:.0f} times sooner, {throughput:.1f} times "
+        "the throughput."
     )
     for row in rows:
         if row.cpu_share > _CPU_WARNING_SHARE or row.late_s > row.wall_s / 20:

@@ -96,10 +96,11 @@ def swarm(streams: int = 100, personas: int = 40) -> Workload:
     return Workload("swarm", f"{streams} streams, {personas} personas", ((personas, streams),))
 
 
-#: Rows besides the swarm. Few prompts fit into every cache: there is little to win, and nothing may be lost.
+# Rows besides the swarm. The prompts of the first two fit into every cache: little is to be won, and nothing
+# may be lost. The mix has one domain, two agent types, and twenty agents that share half of the streams.
 ONE_DOMAIN = Workload("one-domain", "20 streams, one domain", ((1, 20),))
 TWO_TYPES = Workload("two-types", "40 streams, two agent types", ((2, 40),))
-MIXED = Workload("mixed", "60 streams: one domain, two types, 20 more", ((1, 15), (2, 15), (20, 30)))
+MIXED = Workload("mixed", "60 streams, mixed", ((1, 15), (2, 15), (20, 30)))
 
 
 def make_persona(

@@ -53,6 +53,7 @@ class Stack:
 
     def __init__(self, config: StackConfig | None = None) -> None:
         self.config = config or StackConfig()
+        self._envoy_binary = find_envoy() if self.config.envoy else ""
         self.folder = Path(tempfile.mkdtemp(prefix="extproc-"))
         ports = iter(free_ports(self.config.workers + 5))
         self.worker_ports = [next(ports) for _ in range(self.config.workers)]
@@ -159,7 +160,7 @@ class Stack:
         return Process("router", command, self.folder / "router.log", lambda: accepts(HOST, self.router_port))
 
     def _envoy(self) -> Process:
-        command = [find_envoy(), "-c", str(self.envoy_config), "--concurrency", "1"]
+        command = [self._envoy_binary, "-c", str(self.envoy_config), "--concurrency", "1"]
         command += ["--disable-hot-restart", "--log-level", "warning"]
         ready = self.admin_url + "/ready"
         return Process("envoy", command, self.folder / "envoy.log", lambda: answers(ready))
