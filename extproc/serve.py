@@ -12,11 +12,13 @@ from pathlib import Path
 import structlog
 import uvloop
 
+from extproc.engine.scraper import Scraper
 from extproc.envoyconf import ConfigError
 from extproc.errors import ListenError
 from extproc.fleet.config import RouterConfig
 from extproc.fleet.dns import Resolver, expand
 from extproc.fleet.watch import Watcher
+from extproc.observe.engines import EngineObserver
 from extproc.observe.exporter import serve_metrics
 from extproc.observe.logs import LEVELS, configure
 from extproc.observe.observer import Observer
@@ -66,6 +68,7 @@ async def _serve(args: argparse.Namespace) -> int:
 
     def take(config: RouterConfig) -> None:
         router.apply(config)
+        scraper.reconcile()
         observer.reloaded(config.source, config.warnings)
 
     def reload(config: RouterConfig) -> None:
@@ -83,13 +86,16 @@ async def _serve(args: argparse.Namespace) -> int:
     resolver = Resolver(take, observer.unresolved)
     config = watcher.start()
     router = Router(expand(config, {}), observer, origin=secrets.randbits(48))
+    engines = EngineObserver(observer.registry)
+    scraper = Scraper(router, engines)
     await resolver.use(config)
     observer.watch(lambda: router.pools)
+    engines.watch(lambda: scraper.targets)
     server = Server(router, observer)
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    following = [asyncio.create_task(watcher.run()), asyncio.create_task(resolver.run())]
+    following = [asyncio.create_task(part.run()) for part in (watcher, resolver, scraper)]
     for task in following:
         task.add_done_callback(report)
     metrics = None

@@ -54,6 +54,9 @@ class PoolSettings:
     alpha: float = 1.0
     decode_ms: float = 20.0
     eviction_weight: float = 0.5
+    scrape_interval_s: float = 10.0
+    scrape_timeout_s: float = 3.0
+    metrics_path: str = "/metrics"
 
 
 @dataclass(frozen=True, slots=True)

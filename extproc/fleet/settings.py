@@ -146,7 +146,7 @@ POOL_SETTINGS: tuple[Setting, ...] = (
     _pool(
         "cache_tokens",
         "integer",
-        "Tokens that one worker's KV cache holds; unset means unknown.",
+        "Tokens that one worker's KV cache holds; unset: as many as the engine tells.",
         unit="tokens",
         low=1,
         high=10_000_000_000,
@@ -181,6 +181,23 @@ POOL_SETTINGS: tuple[Setting, ...] = (
         low=0.0,
         high=1000.0,
     ),
+    _pool(
+        "scrape_interval_s",
+        "number",
+        "How often each worker's metrics are read, for its cache's size and its restarts; 0 is never.",
+        unit="s",
+        low=0.0,
+        high=3600.0,
+    ),
+    _pool(
+        "scrape_timeout_s",
+        "number",
+        "How long such a reading may take.",
+        unit="s",
+        low=0.01,
+        high=60.0,
+    ),
+    _pool("metrics_path", "string", "Path of the workers' metrics page, read over plain HTTP."),
 )
 
 _BY_NAME = {setting.name: setting for setting in POOL_SETTINGS}
