@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -36,6 +36,7 @@ class EngineMetrics(Collector):
         self._labels = ("0", model)
         self.registry = CollectorRegistry()
         self.registry.register(self)
+        ProcessCollector(registry=self.registry)  # tells when the process started, among others
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             metric = Histogram(f"vllm:{name}", text, _LABELS, registry=self.registry, buckets=buckets)
