@@ -7,6 +7,7 @@ replaced, and a second way in can be added, to the same workers by Envoy's own r
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,8 @@ def shipped(name: str = "envoy.yaml") -> Path:
 
 
 def load(path: Path) -> Json:
-    """Read a bootstrap as plain data."""
-    bootstrap: Json = yaml.safe_load(path.read_text())
+    """Read a bootstrap as plain data. YAML's aliases become copies, so that a change stays where it is made."""
+    bootstrap: Json = json.loads(json.dumps(yaml.safe_load(path.read_text())))
     return bootstrap
 
 
@@ -54,7 +55,8 @@ def readdress(
     """A copy with our addresses in place of the shipped ones.
 
     ``workers``: (IP address, port) each. With one pool cluster they are its endpoints; a file with a cluster
-    per worker gets as many copies of its first one, named ``worker-0`` and so on.
+    per worker gets as many copies of its first one, named ``worker-0`` and so on, with all the workers behind
+    its own where the shipped one has that, and in the cluster for requests without a pick.
     """
     out = copy.deepcopy(bootstrap)
     out["admin"]["address"] = _address(host, admin_port)
@@ -63,25 +65,27 @@ def readdress(
     router = router_cluster(out)
     router["load_assignment"] = _assignment(router["name"], [(host, port) for port in router_ports])
     pools = pool_clusters(out)
-    if len(pools) == 1:
-        pools[0]["load_assignment"] = _assignment(pools[0]["name"], workers)
-    else:
+    if len(pools) > 1:
         _cluster_per_worker(out, pools, workers)
+        pools = pool_clusters(out)
+    for cluster in out["static_resources"]["clusters"]:
+        if cluster is not router:
+            localities = cluster["load_assignment"]["endpoints"]
+            for locality in localities if len(pools) == 1 or cluster not in pools else localities[1:]:
+                locality["lb_endpoints"] = [_endpoint(*worker) for worker in workers]
     return out
 
 
-def add_round_robin(bootstrap: Json, port: int, host: str = "127.0.0.1") -> None:
+def add_round_robin(
+    bootstrap: Json, port: int, workers: Sequence[tuple[str, int]], host: str = "127.0.0.1"
+) -> None:
     """Add a listener that spreads over the same workers by round robin and never asks the router."""
     resources = bootstrap["static_resources"]
-    endpoints = [endpoint for pool in pool_clusters(bootstrap) for endpoint in _endpoints(pool)]
     cluster = copy.deepcopy(pool_clusters(bootstrap)[0])
     del cluster["metadata"]
     cluster.pop("load_balancing_policy", None)
     cluster |= {"name": "round-robin", "lb_policy": "ROUND_ROBIN"}
-    cluster["load_assignment"] = {
-        "cluster_name": "round-robin",
-        "endpoints": [{"lb_endpoints": copy.deepcopy(endpoints)}],
-    }
+    cluster["load_assignment"] = _assignment("round-robin", workers)
     resources["clusters"].append(cluster)
     listener = copy.deepcopy(resources["listeners"][0])
     listener |= {"name": "round-robin", "address": _address(host, port)}
@@ -128,17 +132,14 @@ def routes(bootstrap: Json) -> Iterator[Json]:
 
 def _cluster_per_worker(bootstrap: Json, pools: list[Json], workers: Sequence[tuple[str, int]]) -> None:
     clusters = bootstrap["static_resources"]["clusters"]
-    names = [pool["name"] for pool in pools]
     first = clusters.index(pools[0])
-    bootstrap["static_resources"]["clusters"] = kept = [c for c in clusters if c["name"] not in names]
-    new_names = [f"worker-{index}" for index in range(len(workers))]
-    for index, (name, worker) in enumerate(zip(new_names, workers, strict=True)):
-        cluster = copy.deepcopy(pools[0]) | {"name": name, "load_assignment": _assignment(name, [worker])}
-        kept.insert(first + index, cluster)
-    for cluster in kept:
-        aggregate = cluster.get("cluster_type", {}).get("typed_config", {})
-        if "clusters" in aggregate:
-            aggregate["clusters"] = [n for n in aggregate["clusters"] if n not in names] + new_names
+    kept = [cluster for cluster in clusters if cluster not in pools]
+    for number, worker in enumerate(workers):
+        cluster = copy.deepcopy(pools[0])
+        cluster["name"] = cluster["load_assignment"]["cluster_name"] = f"worker-{number + 1}"
+        cluster["load_assignment"]["endpoints"][0]["lb_endpoints"] = [_endpoint(*worker)]
+        kept.insert(first + number, cluster)
+    bootstrap["static_resources"]["clusters"] = kept
 
 
 def _connection_managers(listener: Json) -> Iterator[Json]:
@@ -148,13 +149,13 @@ def _connection_managers(listener: Json) -> Iterator[Json]:
                 yield network_filter["typed_config"]
 
 
-def _endpoints(cluster: Json) -> list[Json]:
-    return [e for locality in cluster["load_assignment"]["endpoints"] for e in locality["lb_endpoints"]]
-
-
 def _assignment(cluster: str, addresses: Sequence[tuple[str, int]]) -> Json:
-    endpoints = [{"endpoint": {"address": _address(host, port)}} for host, port in addresses]
+    endpoints = [_endpoint(*address) for address in addresses]
     return {"cluster_name": cluster, "endpoints": [{"lb_endpoints": endpoints}]}
+
+
+def _endpoint(host: str, port: int) -> Json:
+    return {"endpoint": {"address": _address(host, port)}}
 
 
 def _address(host: str, port: int) -> Json:
