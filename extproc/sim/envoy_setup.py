@@ -33,7 +33,7 @@ def shipped(name: str = "envoy.yaml") -> Path:
 
 
 def load(path: Path) -> Json:
-    """Read a bootstrap as plain data. YAML's aliases become copies, so that a change stays where it is made."""
+    """Read a bootstrap as plain data. Aliases become copies, so that a change stays where it is made."""
     bootstrap: Json = json.loads(json.dumps(yaml.safe_load(path.read_text())))
     return bootstrap
 
@@ -54,9 +54,9 @@ def readdress(
 ) -> Json:
     """A copy with our addresses in place of the shipped ones.
 
-    ``workers``: (IP address, port) each. With one pool cluster they are its endpoints; a file with a cluster
-    per worker gets as many copies of its first one, named ``worker-0`` and so on, with all the workers behind
-    its own where the shipped one has that, and in the cluster for requests without a pick.
+    ``workers``: (IP address, port) each. They become the endpoints of every cluster but the router's; a file
+    with a cluster per worker gets as many copies of its first one, ``worker-1`` and so on, each with its own
+    worker at priority 0.
     """
     out = copy.deepcopy(bootstrap)
     out["admin"]["address"] = _address(host, admin_port)

@@ -133,15 +133,16 @@ class Stack:
             process.stop()
 
     def _bootstrap(self) -> envoy_setup.Json:
+        workers = [(HOST, port) for port in self.worker_ports]
         bootstrap = envoy_setup.readdress(
             envoy_setup.load(envoy_setup.shipped(self.config.envoy_yaml)),
             listener_port=self.listener_port,
             admin_port=self.admin_port,
             router_ports=[self.router_port],
-            workers=[(HOST, port) for port in self.worker_ports],
+            workers=workers,
         )
         if self.config.round_robin:
-            envoy_setup.add_round_robin(bootstrap, self.round_robin_port)
+            envoy_setup.add_round_robin(bootstrap, self.round_robin_port, workers)
         if self.config.edit is not None:
             self.config.edit(bootstrap)
         return bootstrap
