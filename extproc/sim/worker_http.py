@@ -146,8 +146,8 @@ class Worker:
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         app.add_routes(
             [
-                web.post("/v1/chat/completions", lambda request: self._answer(request, "chat")),
-                web.post("/v1/completions", lambda request: self._answer(request, "completion")),
+                web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/completions", self._completion),
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
                 web.get("/ping", self._health),
@@ -224,7 +224,10 @@ class Worker:
             self._spawn(self._crash())
         else:
             self.faults.arm(fault)
-        return _json(msgspec.json.encode(self.faults.state()))
+        response = _json(msgspec.json.encode(self.faults.state()))
+        if fault.kind == "refuse":
+            response.force_close()
+        return response
 
     async def _refuse(self, seconds: float) -> None:
         port = int(self.address.rpartition(":")[2])
@@ -253,6 +256,12 @@ class Worker:
             await asyncio.Event().wait()  # ends by cancellation, when the connection is gone
 
     # -- answers ------------------------------------------------------------------------------------------
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, "chat")
+
+    async def _completion(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, "completion")
 
     async def _answer(self, request: web.Request, kind: Kind) -> web.StreamResponse:
         self._active += 1
