@@ -58,7 +58,7 @@ class Decision:
 class Ticket:
     """One request between its decision and the end of its stream."""
 
-    __slots__ = ("chain", "decided_s", "decision", "miss_tokens", "serial", "worker")
+    __slots__ = ("chain", "decided_s", "decision", "miss_tokens", "prefilled_s", "serial", "worker")
 
     def __init__(self, serial: int, worker: Worker, chain: PrefixChain | None, miss: int, now: float) -> None:
         self.serial = serial
@@ -66,6 +66,7 @@ class Ticket:
         self.chain = chain
         self.miss_tokens = miss
         self.decided_s = now
+        self.prefilled_s = now  # when its prefill will be done, by the fluid queue
         self.decision: Decision | None = None
 
 
@@ -246,6 +247,7 @@ class Pool:
         ticket.worker = worker
         worker.in_flight += 1
         worker.free_at_s = max(worker.free_at_s, now) + ticket.miss_tokens * worker.prefill_s_per_token
+        ticket.prefilled_s = worker.free_at_s
         # At the decision, not at the first token: a simultaneous twin must find the prefix there.
         self._touch(ticket, worker, now)
 
@@ -289,6 +291,9 @@ class Pool:
         if output_tokens and worker.slot >= 0:
             self.picture.add_output(worker.slot, output_tokens, now)
         self._touch(ticket, worker, now)
+        # Refused by the engine, given up by the client, or faster than thought: nothing of it waits any more.
+        left_s = min(ticket.prefilled_s - now, ticket.miss_tokens * worker.prefill_s_per_token)
+        worker.free_at_s -= max(0.0, left_s)
         self._leave(worker)
 
     def _observe_cache(self, worker: Worker) -> None:

@@ -600,6 +600,18 @@ def test_odd_status_and_attempts_are_survived(status: str, attempts: float) -> N
     assert life.count("extproc_ended_total", pool="pool", status="none") == 1
 
 
+@pytest.mark.parametrize("status", ["400", "200", ""])
+def test_an_ended_request_leaves_no_backlog(status: str) -> None:
+    """Refused by the engine, answered sooner than predicted, given up by the client."""
+    life = Life()
+    life.send(request_headers(), request_body())
+    if status:
+        life.send(response_headers(status))
+    assert max(w.backlog_s(life.now) for w in life.router.pools["pool"].workers) > 0
+    life.close()
+    assert max(w.backlog_s(life.now) for w in life.router.pools["pool"].workers) < 1e-9
+
+
 # --- any order ---------------------------------------------------------------------------------------
 
 ADDRESSES = st.sampled_from(["", "10.0.0.1:8000", "10.0.0.1:8003", "192.0.2.1:1"])
