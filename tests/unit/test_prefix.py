@@ -152,7 +152,7 @@ def near_misses(draw: st.DrawFn) -> tuple[Unordered, Unordered]:
     b = Unordered(a, messages=[Unordered(message) for message in a["messages"]])
     index = draw(st.integers(0, len(b["messages"]) - 1))
     message = b["messages"][index]
-    change = draw(st.sampled_from(["content", "role", "name", "split", "model", "tool"]))
+    change = draw(st.sampled_from(["content", "role", "name", "split", "merge", "call", "model", "tool"]))
     if change == "content":
         message["content"] = draw(st.lists(PARTS, max_size=3) | TEXTS)
     elif change == "role":
@@ -161,6 +161,19 @@ def near_misses(draw: st.DrawFn) -> tuple[Unordered, Unordered]:
         message["name"] = message.get("name", "") + "a"
     elif change == "split":
         b["messages"].insert(index, Unordered(role=message["role"], content=""))
+    elif change == "merge":  # put the next message's framing into this one's text
+        if index + 1 < len(b["messages"]) and isinstance(message["content"], str):
+            other = b["messages"].pop(index + 1)
+            mark = draw(st.sampled_from(["", "\u00ff"]))
+            message["content"] += f"{mark}M{other['role']}{mark}X{other['content']}"
+    elif change == "call":
+        if calls := message.get("tool_calls"):
+            call = Unordered(calls[0])
+            if draw(st.booleans()):
+                call["id"] += "a"
+            else:
+                call["function"] = Unordered(call["function"], arguments=json.dumps(draw(SCHEMAS)))
+            message["tool_calls"] = [call, *calls[1:]]
     elif change == "model":
         b["model"] += "x"
     else:
@@ -247,9 +260,10 @@ def test_short_conversations_are_told_apart() -> None:
     assert len({key(("system", "be brief"), ("user", text)) for text in ("a", "b", "ab", "")}) == 4
 
 
-@given(st.text(st.characters(codec="ascii"), max_size=40), st.text(st.characters(codec="ascii"), max_size=40))
-def test_questions_about_one_document_share_its_key(a: str, b: str) -> None:
-    document = "d" * (5 * BLOCK_BYTES)
+@given(st.integers(0, 180), st.integers(0, 180))
+def test_questions_about_one_document_share_its_key(a_size: int, b_size: int) -> None:
+    a, b = "a" * a_size, "b" * b_size
+    document = "d" * (5 * BLOCK_BYTES)  # whatever is asked, four blocks are the key
     assert key(("user", document + a)) == key(("user", document + b))
     assert key(("user", document + a)) != key(("user", "e" + document[1:] + b))
 

@@ -129,6 +129,9 @@ def test_tool_messages_are_joined_in_both_formats() -> None:
     tool = {"role": "tool", "tool_call_id": "c"}
     as_parts = tool | {"content": parts("a", "b")["content"]}
     assert same(chat(as_parts), chat(tool | {"content": "a\nb"}), CHAT, "openai")
+    reference = {"type": "tool_reference", "name": "f"}
+    first, last = ([reference, *as_parts["content"]], [*as_parts["content"], reference])
+    assert not same(chat(tool | {"content": first}), chat(tool | {"content": last}), CHAT, "openai")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +191,9 @@ def test_messages_are_told_apart_however_their_text_is_cut() -> None:
         chat({"role": "user", "content": "ab\u00ffMassistant\u00ffXc"}),
         chat({"role": "user", "content": "ab", "name": "assistant"}, {"role": "", "content": "c"}),
     ]
-    assert not any(same(chat(user, assistant), other) for other in others)
+    others += [chat(parts(f"ab{mark}Massistant", "c")) for mark in ("", "\u00ff", "\ufffd")]
+    for content_format in ("string", "openai"):
+        assert not any(same(chat(user, assistant), other, CHAT, content_format) for other in others)
 
 
 # --- tools ----------------------------------------------------------------------------------------
