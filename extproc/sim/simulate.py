@@ -1,8 +1,8 @@
-"""``extproc simulate``: what would routing do for my traffic?
+"""``extproc simulate``: what routing would do for your traffic.
 
-Built-in workloads or a recorded trace, against any policies and fleet, in virtual time: minutes of traffic in
-seconds. Every policy gets the same requests. One table on the terminal, everything with ``--json``, pictures
-with ``--report``.
+Built-in workloads or a recorded trace, against any policies and fleet, in virtual time: minutes of traffic
+in seconds. Every policy gets the same requests. One table on the terminal, everything with ``--json``,
+pictures with ``--report``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,8 +112,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"extproc simulate: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
     table = rows(results)
-    _print_suite(table) if args.suite else _print_table(table)
-    requests = sum(len(r.intervals) and sum(i.requests for i in r.intervals) for r in results)
+    (_print_suite if args.suite else _print_table)(table)
+    requests = sum(interval.requests for result in results for interval in result.intervals)
     took = time.perf_counter() - began
     print(f"\n{requests:,} requests in {len(cells)} runs took {took:.1f} s.")
     try:
@@ -194,24 +194,18 @@ def _list() -> None:
 def _print_table(table: Sequence[Row]) -> None:
     """One line for each workload and policy."""
     width = max(len(row.policy) for row in table)
-    head = f"{'':{width}}  TTFT mean     p50     p90     p99  e2e mean  req/s   hits  busiest  vs {YARDSTICK}"
+    head = f"{'':{width}} TTFT mean     p50     p90     p99  e2e mean req/s   hits  busiest vs {YARDSTICK}"
     for workload in dict.fromkeys(row.workload for row in table):
         print(f"\n{workload}\n{head}")
         for row in table:
             if row.workload == workload:
-                relative = "" if row.relative is None else f"{row.relative:.2f}"
-                print(
-                    f"{row.policy:{width}}  {_ms(row.ttft_mean):>9} {_ms(row.ttft_p50):>7} {_ms(row.ttft_p90):>7}"
-                    f" {_ms(row.ttft_p99):>7}  {row.e2e_mean:>6.2f} s {row.throughput:>6.1f} {row.hit:>6.1%}"
-                    f"  {row.busiest:>6.2f}x  {relative:>9}"
-                )
-    print(
-        "\nTTFT in ms; hits: share of prompt tokens from cache; busiest: requests against the mean worker's."
-    )
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:,.0f}"
+                times = (row.ttft_mean, row.ttft_p50, row.ttft_p90, row.ttft_p99)
+                cells = [f"{row.policy:{width}}", f"{times[0] * 1000:>9,.0f}"]
+                cells += [f"{seconds * 1000:>7,.0f}" for seconds in times[1:]]
+                cells += [f"{row.e2e_mean:>7.2f} s", f"{row.throughput:>5.1f}", f"{row.hit:>6.1%}"]
+                cells += [f"{row.busiest:>7.2f}x", "" if row.relative is None else f"{row.relative:>9.2f}"]
+                print(" ".join(cells))
+    print("\nTTFT in ms; hits: share of prompt tokens from cache; busiest: its requests against the mean.")
 
 
 def _print_suite(table: Sequence[Row]) -> None:
@@ -235,9 +229,12 @@ def _print_suite(table: Sequence[Row]) -> None:
     _matrix("prompt tokens from cache", list(next(iter(hits.values()))), hits, lambda share: f"{share:.1%}")
 
 
-def _matrix(title: str, columns: Sequence[str], cells: object, form: object) -> None:
-    assert isinstance(cells, dict)
-    assert callable(form)
+def _matrix(
+    title: str,
+    columns: Sequence[str],
+    cells: Mapping[str, Mapping[str, float]],
+    form: Callable[[float], str],
+) -> None:
     width = max(len(policy) for policy in cells)
     print(f"\n{title}\n{'':{width}}" + "".join(f"  {_short(column):>9}" for column in columns))
     for policy, found in cells.items():
@@ -253,7 +250,7 @@ def _ratio(value: float) -> str:
     return f"{value:.3f}" if value < 10 else f"{value:,.0f}"
 
 
-def _progress(total: int) -> object:
+def _progress(total: int) -> Callable[[int], None]:
     def done(count: int) -> None:
         if sys.stderr.isatty():
             print(

@@ -24,7 +24,7 @@ _MANY_STEPS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class FleetChange:
-    """At ``time_s`` the workers ``leave`` take no more requests (running ones end), and ``join`` others come."""
+    """At ``time_s`` the workers ``leave`` take no more requests (running ones end), ``join`` others come."""
 
     time_s: float
     leave: tuple[int, ...] = ()
