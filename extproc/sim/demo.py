@@ -25,10 +25,11 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from extproc.sim import loadgen
+from extproc.fleet.config import PoolSettings
+from extproc.sim import envoy_setup, loadgen
+from extproc.sim.demo_report import Row, summarise, table
 from extproc.sim.personas import MIXED, ONE_DOMAIN, TWO_TYPES, Persona, Workload, make_persona, swarm
 from extproc.sim.process import ProcessError
-from extproc.sim.report import Row, summarise, table
 from extproc.sim.stack import Stack, StackConfig
 
 ROUND_ROBIN = "round robin"
@@ -74,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
         workers=args.workers,
         round_robin=True,
         worker_arguments=("--model", MODEL, "--speedup", str(args.speedup), "--stream-interval", "20"),
+        edit=lambda bootstrap: _tell_speed(bootstrap, args.speedup),
     )
     console.print(
         f"Starting Envoy, the router and {args.workers} emulated vLLM workers "
@@ -97,6 +99,16 @@ def run(args: argparse.Namespace) -> int:
         print(f"extproc demo: {error}", file=sys.stderr)
         return 1
     return 1 if failed else 0
+
+
+def _tell_speed(bootstrap: envoy_setup.Json, speedup: float) -> None:
+    """Let the router know that the engines are so many times faster than its defaults say."""
+    usual = PoolSettings()
+    for cluster in envoy_setup.pool_clusters(bootstrap):
+        cluster["metadata"]["filter_metadata"][envoy_setup.POOL_METADATA] |= {
+            "prefill_tokens_per_s": usual.prefill_tokens_per_s * speedup,
+            "decode_ms": usual.decode_ms / speedup,
+        }
 
 
 def _measure(

@@ -33,13 +33,16 @@ class EngineDeadError(Exception):
 class Generation:
     """One answer in the making; times are model seconds.
 
-    ``wake``: set when there is news; several generations of one call share it.
+    ``wake``: set when there is news; the generations of one call share it. ``arrival_s``: when the request
+    came, ``queued_s``: when the engine got it, ``admitted_s``: when it was first scheduled.
     """
 
     request: EngineRequest
     wake: asyncio.Event
     interval: int
     arrival_s: float
+    queued_s: float
+    admitted_s: float = 0.0
     tokens: int = 0
     cached_tokens: int = 0
     first_token_s: float = 0.0
@@ -58,6 +61,7 @@ class Driver:
         #: Wall seconds written off because the process got no CPU.
         self.late_s = 0.0
         self._start_s = time.monotonic()
+        self._queued: list[Generation] = []
         self._work = asyncio.Event()
 
     def now(self) -> float:
@@ -80,9 +84,11 @@ class Driver:
     ) -> Generation:
         """Queue a request. Raises EngineFullError or EngineDeadError, and ValueError for one too large."""
         self.check()
-        self.engine.add(request, self.now())
-        generation = Generation(request, wake, interval, arrival_s)
+        now = self.now()
+        self.engine.add(request, now)
+        generation = Generation(request, wake, interval, arrival_s, now)
         self.generations[request.request_id] = generation
+        self._queued.append(generation)
         self._work.set()
         return generation
 
@@ -108,6 +114,7 @@ class Driver:
                 await self._work.wait()
                 planned_s = time.monotonic()
                 continue
+            self._note_admitted()
             planned_s += duration_s / self.speedup
             delay_s = planned_s - time.monotonic()
             if delay_s < -_MAX_LAG_S:
@@ -116,6 +123,16 @@ class Driver:
             # Also with nothing to sleep: others need the loop.
             await asyncio.sleep(max(delay_s, 0.0))
             self._deliver(self.engine.finish_step(self.now()))
+
+    def _note_admitted(self) -> None:
+        if self._queued:
+            now, queued = self.now(), self._queued
+            self._queued = []
+            for generation in queued:
+                if self.engine.prefill_left(generation.request.request_id) is None:
+                    self._queued.append(generation)
+                else:
+                    generation.admitted_s = now
 
     def _deliver(self, outputs: list[Output]) -> None:
         now = self.now()

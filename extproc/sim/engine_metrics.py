@@ -1,8 +1,7 @@
 """``/metrics`` of the emulated worker: vLLM's names, labels and types.
 
-Gauges and counters are read from the engine core at the scrape; histograms are fed as requests pass. All
-times are model seconds (see `extproc.sim.driver`), so a worker that runs ten times too fast still reports the
-latencies of the engine that it emulates.
+Gauges and counters are read from the engine core at the scrape; histograms are fed as requests pass. Times
+are wall seconds: to whoever looks at it from outside, a worker with a speedup is a faster GPU.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ class EngineMetrics(Collector):
         self._labels = ("0", model)
         self.registry = CollectorRegistry()
         self.registry.register(self)
+        ProcessCollector(registry=self.registry)
         ProcessCollector(registry=self.registry)  # tells when the process started, among others
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -49,6 +49,31 @@ class EngineMetrics(Collector):
         prompt, generation = "Number of prefill tokens processed.", "Number of generation tokens processed."
         self._ttft = histogram("time_to_first_token_seconds", ttft, _TTFT_BUCKETS)
         self._e2e = histogram("e2e_request_latency_seconds", e2e, _REQUEST_BUCKETS)
+        self._queue = histogram(
+            "request_queue_time_seconds",
+            "Histogram of time spent in WAITING phase for request.",
+            _REQUEST_BUCKETS,
+        )
+        self._prefill = histogram(
+            "request_prefill_time_seconds",
+            "Histogram of time spent in PREFILL phase for request.",
+            _REQUEST_BUCKETS,
+        )
+        self._decode = histogram(
+            "request_decode_time_seconds",
+            "Histogram of time spent in DECODE phase for request.",
+            _REQUEST_BUCKETS,
+        )
+        self._inference = histogram(
+            "request_inference_time_seconds",
+            "Histogram of time spent in RUNNING phase for request.",
+            _REQUEST_BUCKETS,
+        )
+        self._computed = histogram(
+            "request_prefill_kv_computed_tokens",
+            "Histogram of new KV tokens computed during prefill (excluding cached tokens).",
+            _TOKEN_BUCKETS,
+        )
         self._prompt = histogram("request_prompt_tokens", prompt, _TOKEN_BUCKETS)
         self._generation = histogram("request_generation_tokens", generation, _TOKEN_BUCKETS)
         success = Counter(
@@ -68,15 +93,24 @@ class EngineMetrics(Collector):
 
     def first_token(self, generation: Generation) -> None:
         """A generation got its first token."""
-        self._ttft.observe(generation.first_token_s - generation.arrival_s)
+        self._ttft.observe(self._wall_s(generation.arrival_s, generation.first_token_s))
 
     def finished(self, generation: Generation, reason: str) -> None:
         """A generation ended; ``reason`` is one of vLLM's."""
         self._finished[reason].inc()
         if reason in ("stop", "length"):
-            self._e2e.observe(self._driver.now() - generation.arrival_s)
-            self._prompt.observe(generation.request.prompt_tokens)
+            now, request = self._driver.now(), generation.request
+            self._e2e.observe(self._wall_s(generation.arrival_s, now))
+            self._queue.observe(self._wall_s(generation.queued_s, generation.admitted_s))
+            self._prefill.observe(self._wall_s(generation.admitted_s, generation.first_token_s))
+            self._decode.observe(self._wall_s(generation.first_token_s, now))
+            self._inference.observe(self._wall_s(generation.admitted_s, now))
+            self._computed.observe(request.prompt_tokens - generation.cached_tokens)
+            self._prompt.observe(request.prompt_tokens)
             self._generation.observe(generation.tokens)
+
+    def _wall_s(self, start_s: float, end_s: float) -> float:
+        return (end_s - start_s) / self._driver.speedup
 
     def rejected(self) -> None:
         """A request was turned away because the queue is full."""

@@ -287,6 +287,9 @@ SAMPLES = {
     "vllm:generation_tokens_total": {"engine", "model_name"},
     "vllm:time_to_first_token_seconds_sum": {"engine", "model_name"},
     "vllm:e2e_request_latency_seconds_count": {"engine", "model_name"},
+    "vllm:request_queue_time_seconds_count": {"engine", "model_name"},
+    "vllm:request_prefill_time_seconds_sum": {"engine", "model_name"},
+    "vllm:request_prefill_kv_computed_tokens_sum": {"engine", "model_name"},
     "vllm:request_success_total": {"engine", "model_name", "finished_reason"},
 }
 
@@ -311,6 +314,13 @@ async def test_metrics_have_vllm_s_names_and_labels():
     assert value["vllm:generation_tokens_total"] == 40
     assert value["vllm:num_requests_running"] == value["vllm:kv_cache_usage_perc"] == 0
     assert value["vllm:time_to_first_token_seconds_count"] == 2
+    computed = 2 * usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+    assert value["vllm:request_prefill_kv_computed_tokens_sum"] == computed
+    phases = ("queue_time", "prefill_time", "decode_time")
+    assert sum(value[f"vllm:request_{phase}_seconds_sum"] for phase in phases) == pytest.approx(
+        value["vllm:request_queue_time_seconds_sum"] + value["vllm:request_inference_time_seconds_sum"]
+    )
+    assert value["process_start_time_seconds"] > 0
     config = samples["vllm:cache_config_info"][0].labels
     assert (config["block_size"], config["num_gpu_blocks"]) == ("16", "11876")
 
