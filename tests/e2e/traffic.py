@@ -125,6 +125,14 @@ async def scrape(stack: Stack) -> Metrics:
         return Metrics(await response.text())
 
 
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Wait until it is true."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        await asyncio.sleep(0.002)
+
+
 async def metrics_when(
     stack: Stack, condition: Callable[[Metrics], bool], timeout_s: float = 30.0
 ) -> Metrics:

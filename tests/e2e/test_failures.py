@@ -1,0 +1,317 @@
+"""What goes wrong around a request, through real Envoy: workers, clients and the router itself failing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import aiohttp
+import pytest
+from traffic import (
+    COMPLETIONS,
+    Answer,
+    Client,
+    add_route,
+    addresses,
+    at_rest,
+    client,
+    endpoints,
+    envoy_counter,
+    metrics_when,
+    prompt,
+    until,
+    whole,
+)
+
+from extproc.sim import envoy_setup
+from extproc.sim.process import free_ports
+from extproc.sim.stack import Stack, StackConfig
+
+pytestmark = pytest.mark.e2e
+
+WORKERS = 4
+HASHED = "/prefix-hash" + COMPLETIONS
+
+
+def extend(bootstrap: envoy_setup.Json) -> None:
+    """A fifth worker, where nothing listens, and routes."""
+    pool = envoy_setup.pool_clusters(bootstrap)[0]
+    (port,) = free_ports(1)
+    address = {"socket_address": {"address": "127.0.0.1", "port_value": port}}
+    endpoints(pool).append({"endpoint": {"address": address}})
+    add_route(bootstrap, "impatient", timeout="0.2s")
+    add_route(bootstrap, "prefix-hash", x_extproc_policy="prefix-hash")
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    # Chunks of several tokens: the streams shall be long, not many packets.
+    arguments = ("--speedup", "20", "--stream-interval", "20")
+    with Stack(StackConfig(workers=WORKERS, worker_arguments=arguments, edit=extend)) as started:
+        yield started
+
+
+@pytest.fixture
+async def http(stack: Stack) -> AsyncIterator[Client]:
+    if not stack.router.running:
+        stack.router.start()
+        await asyncio.to_thread(stack.router.wait_ready)
+    async with client(stack) as opened:
+        yield opened
+
+
+# --- 600 requests ------------------------------------------------------------------------------------
+
+
+async def complete(http: Client, text: str) -> str:
+    """Any worker can serve it, so it must succeed."""
+    answer = await http.ask(text, stream=random.random() < 0.5, max_tokens=20)
+    assert answer.status == 200, answer
+    assert answer.worker in addresses(http.stack)
+    return "complete"
+
+
+async def complete_past_a_503(http: Client, text: str) -> str:
+    # Of two workers, so that the three of Envoy's retries always find a live one, the dead one included.
+    url = random.choice(http.stack.worker_urls[:2])
+    async with http.session.post(url + "/emulate", json={"fail": 503}) as armed:
+        assert armed.status == 200
+    await complete(http, text)
+    return "503"
+
+
+async def abort_before_headers(http: Client, text: str) -> str:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(random.uniform(0.0, 0.3)):
+            await http.ask(text, emulate={"fail": "delay", "seconds": 30})
+    return "abort before headers"
+
+
+async def abort_in_the_upload(http: Client, text: str) -> str:
+    _, writer = await asyncio.open_connection("127.0.0.1", http.stack.listener_port)
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    writer.write(head.encode() + b'content-length: 9999\r\n\r\n{"prompt": "')
+    await writer.drain()
+    await asyncio.sleep(random.uniform(0.0, 0.1))
+    writer.transport.abort()
+    return "abort in the upload"
+
+
+async def abort_in_the_stream(http: Client, text: str) -> str:
+    emulate = {"fail": "hang", "after_tokens": random.randint(1, 10)}
+    async with http.open(text, stream=True, max_tokens=50, emulate=emulate) as response:
+        assert response.status == 200
+        await response.content.readany()
+        response.close()
+    return "abort in the stream"
+
+
+async def reset_before_headers(http: Client, text: str) -> str:
+    answer = await http.ask(text, emulate={"fail": "reset"})
+    assert (answer.status, answer.worker) == (503, "")
+    return "reset before headers"
+
+
+async def reset_in_the_stream(http: Client, text: str) -> str:
+    emulate = {"fail": "reset", "after_tokens": random.randint(20, 40)}
+    try:
+        answer = await http.ask(text, stream=True, max_tokens=50, emulate=emulate)
+    except aiohttp.ClientPayloadError:
+        pass
+    else:  # a reset overtakes what Envoy hasn't read yet, the headers at worst
+        assert answer.status == 503
+    return "reset in the stream"
+
+
+async def time_out(http: Client, text: str) -> str:
+    answer = await http.ask(text, path="/impatient" + COMPLETIONS, emulate={"fail": "hang"})
+    assert answer.status == 504
+    return "timeout"
+
+
+async def ask_nonsense(http: Client, text: str) -> str:
+    async with http.session.post(http.stack.url + COMPLETIONS, data=text) as response:
+        answer = await whole(response)
+    assert answer.status == 400
+    assert answer.worker in addresses(http.stack)
+    return "nonsense"
+
+
+async def test_every_count_ends_at_zero(stack: Stack, http: Client) -> None:
+    kinds: list[Callable[[Client, str], Any]] = [
+        complete,
+        complete,
+        complete_past_a_503,
+        abort_before_headers,
+        abort_in_the_upload,
+        abort_in_the_stream,
+        reset_before_headers,
+        reset_in_the_stream,
+        time_out,
+        ask_nonsense,
+    ]
+    busy = asyncio.Semaphore(24)
+
+    async def one(index: int) -> str:
+        async with busy:
+            done: str = await kinds[index % len(kinds)](http, prompt(index % 37))
+            return done
+
+    results = Counter(await asyncio.gather(*[one(index) for index in range(600)]))
+    assert results.total() == 600
+    assert len(results) == 9
+    metrics = await at_rest(stack)
+    decided, ended = metrics.total("extproc_decisions_total"), metrics.total("extproc_ended_total")
+    assert decided == ended
+    assert decided >= 480
+    assert metrics.total("extproc_internal_errors_total") == 0
+    assert metrics.total("extproc_moved_total") > 0, "no pick was dead"
+    async with asyncio.timeout(30):  # the engines, too, have let go of everything
+        for url in stack.worker_urls:
+            while "vllm:num_requests_running{" in (text := await _get(http, url + "/metrics")):
+                running = [
+                    line for line in text.splitlines() if line.startswith("vllm:num_requests_running{")
+                ]
+                if running[0].endswith(" 0.0"):
+                    break
+                await asyncio.sleep(0.05)
+
+
+async def _get(http: Client, url: str) -> str:
+    async with http.session.get(url) as response:
+        return await response.text()
+
+
+async def test_a_dead_pick_is_served_by_the_next(stack: Stack, http: Client) -> None:
+    """Every prompt has a live worker, and it is the same one while the fleet is the same."""
+    before = await at_rest(stack)
+    served: dict[str, set[str]] = {}
+    for index in range(20):
+        text = prompt(1000 + index)
+        served[text] = {await http.worker_of(text, path=HASHED) for _ in range(3)}
+    assert [len(workers) for workers in served.values()] == [1] * 20
+    after = await at_rest(stack)
+    moved = after.total("extproc_moved_total") - before.total("extproc_moved_total")
+    assert moved > 0
+    assert moved % 3 == 0
+
+
+# --- the router fails --------------------------------------------------------------------------------
+
+
+class Load:
+    """Closed-loop streams. ``failures``: what went wrong. ``streaming``: responses that are under way."""
+
+    def __init__(self, http: Client) -> None:
+        self.completed = 0
+        self.streaming = 0
+        self.failures: list[Any] = []
+        self._http = http
+        self._stopping = False
+
+    async def run(self, seed: int) -> None:
+        chosen = random.Random(seed)
+        while not self._stopping:
+            try:
+                await self._one(prompt(2000 + chosen.randrange(20)))
+            except (aiohttp.ClientError, TimeoutError) as error:
+                self.failures.append(error)
+
+    async def _one(self, text: str) -> None:
+        async with self._http.open(text, stream=True, max_tokens=300) as response:
+            self.streaming += response.status == 200
+            try:
+                answer = await whole(response)
+            finally:
+                self.streaming -= response.status == 200
+        if answer.status == 200 and answer.text.endswith("data: [DONE]\n\n"):
+            self.completed += 1
+        else:
+            self.failures.append(answer)
+
+    async def more(self, count: int) -> None:
+        """Wait until so many more have completed, or one failed."""
+        target = self.completed + count
+        await until(lambda: self.completed >= target or bool(self.failures))
+
+    async def until_streaming(self, count: int) -> None:
+        """Wait until so many responses are under way."""
+        await until(lambda: self.streaming >= count)
+
+    def stop(self) -> None:
+        self._stopping = True
+
+
+@asynccontextmanager
+async def load(http: Client, streams: int = 10) -> AsyncIterator[Load]:
+    it = Load(http)
+    tasks = [asyncio.create_task(it.run(index)) for index in range(streams)]
+    try:
+        yield it
+    finally:
+        it.stop()
+        await asyncio.gather(*tasks)
+
+
+async def test_killed_under_load_and_restarted(stack: Stack, http: Client) -> None:
+    prompts = [prompt(3000 + index) for index in range(15)]
+    home = {text: await http.worker_of(text, path=HASHED) for text in prompts}
+    async with load(http) as running:
+        await running.more(20)
+        await running.until_streaming(5)
+        stack.router.kill()
+        await running.more(40)
+        assert running.failures == []
+        stack.router.start()
+        await asyncio.to_thread(stack.router.wait_ready)
+        await metrics_when(stack, lambda m: m.total("extproc_decisions_total") >= 20)
+        await running.more(20)
+    assert running.failures == []
+    await at_rest(stack)
+    for text in prompts:
+        assert {await http.worker_of(text, path=HASHED) for _ in range(3)} == {home[text]}
+        assert len({await http.worker_of(text) for _ in range(3)}) == 1
+    await at_rest(stack)
+
+
+async def test_terminated_under_load(stack: Stack, http: Client) -> None:
+    async with load(http) as running:
+        await running.more(20)
+        await running.until_streaming(5)
+        stack.router.terminate()
+        await running.more(40)
+        await until(lambda: not stack.router.running)
+        await running.more(20)
+    assert running.failures == []
+    assert stack.router.stop() == 0
+
+
+async def test_a_router_that_does_not_answer_delays_for_the_timeout_only(stack: Stack, http: Client) -> None:
+    """It stays silent throughout, so what is answered was not waiting for it."""
+    before = await envoy_counter(stack, "ext_proc.message_timeouts")
+    delayed = {"fail": "delay", "seconds": 0.5}
+    early = asyncio.create_task(http.ask(prompt(4000), stream=True, emulate=delayed))
+    await metrics_when(stack, lambda m: sum(m.in_flight().values()) == 1)
+    pid = stack.router.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        answers: list[Answer] = await asyncio.gather(*[http.ask(prompt(4001 + i)) for i in range(10)], early)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert [answer.status for answer in answers] == [200] * 11
+    assert await envoy_counter(stack, "ext_proc.message_timeouts") - before == 11
+    await at_rest(stack)
+    assert len({await http.worker_of(prompt(4100)) for _ in range(3)}) == 1
+
+
+async def test_without_a_router_all_workers_serve(stack: Stack, http: Client) -> None:
+    await asyncio.to_thread(stack.router.stop)
+    workers = {await http.worker_of(prompt(5000)) for _ in range(40)}
+    assert workers == set(addresses(stack))
