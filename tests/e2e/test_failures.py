@@ -164,6 +164,9 @@ async def test_every_count_ends_at_zero(stack: Stack, http: Client) -> None:
             return done
 
     results = Counter(await asyncio.gather(*[one(index) for index in range(600)]))
+    for url in stack.worker_urls:  # some may still be armed
+        async with http.session.delete(url + "/emulate") as disarmed:
+            assert disarmed.status == 200
     assert results.total() == 600
     assert len(results) == 9
     metrics = await at_rest(stack)
