@@ -17,7 +17,7 @@ COMMANDS = {
     "demo": ("extproc.sim.demo", "real Envoy, the router and emulated workers: see the difference"),
     "worker": ("extproc.sim.worker", "run one emulated vLLM worker"),
     "simulate": ("extproc.sim.simulate", "what would routing do for my traffic? in virtual time"),
-    "bench": ("extproc.bench", "measure the router's own cost"),
+    "bench": ("extproc.bench.command", "measure the router's own cost"),
 }
 
 

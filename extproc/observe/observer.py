@@ -33,7 +33,7 @@ class Observer:
     """Counts and logs. One for each server process."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # a second series for each counter that nobody reads
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each counter that nobody reads
         self.registry = registry = CollectorRegistry()
         self.log = structlog.get_logger("extproc")
         self._seldom = Seldom()

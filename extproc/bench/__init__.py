@@ -1,0 +1,1 @@
+"""What the router itself costs, as commands: ``extproc bench prompt``, ``decide``, ``cache``."""

@@ -1,0 +1,31 @@
+"""``extproc bench``: choose a benchmark and print its table."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+
+from extproc.bench import prompt, routing
+
+BENCHES: Mapping[str, tuple[Callable[[], str], str]] = {
+    "prompt": (
+        lambda: prompt.report(prompt.bench_prompt()),
+        "reading a body and hashing its prompt, by size",
+    ),
+    "decide": (lambda: routing.report_decide(routing.bench_decide()), "a decision for a 1,000-block chain"),
+    "cache": (lambda: routing.report_cache(routing.bench_cache()), "memory of the cache picture, by traffic"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which benchmarks; all without a name."""
+    summary = "; ".join(f"{name}: {text}" for name, (_, text) in BENCHES.items())
+    parser.add_argument("names", nargs="*", metavar="BENCH", choices=[*BENCHES, []], help=summary)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print each table as it is ready."""
+    for name in args.names or BENCHES:
+        bench, summary = BENCHES[name]
+        print(f"{name}: {summary}\n{bench()}\n", flush=True)
+    return 0
