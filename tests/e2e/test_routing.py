@@ -18,6 +18,7 @@ from traffic import (
     add_pool,
     add_route,
     addresses,
+    ask_with_trailers,
     at_rest,
     client,
     endpoints,
@@ -192,6 +193,23 @@ async def test_other_processing_modes_steer(stack: Stack, http: Client, route: s
         assert after.total(f"extproc_{name}_total") - before.total(f"extproc_{name}_total") == more, name
 
 
+async def test_a_body_that_trailers_follow_steers(stack: Stack, http: Client) -> None:
+    body = json.dumps({"prompt": prompt(12), "max_tokens": 2}).encode()
+    await http.ask(prompt(12))
+    before = await at_rest(stack)
+    for _ in range(3):
+        await ask_with_trailers(stack, body)
+    after = await at_rest(stack)
+    for name, labels, more in (
+        ("decisions", {"reason": "affinity"}, 3),
+        ("ended", {"status": "2xx"}, 3),
+        ("unreadable", {}, 0),
+        ("moved", {}, 0),
+    ):
+        name = f"extproc_{name}_total"
+        assert after.total(name, **labels) - before.total(name, **labels) == more, name
+
+
 async def test_without_a_body_requests_go_by_load(stack: Stack, http: Client) -> None:
     workers = {await http.worker_of(prompt(8), path="/no-body" + COMPLETIONS) for _ in range(30)}
     assert len(workers) > 4
@@ -230,11 +248,15 @@ async def test_the_engine_is_the_judge(
     assert after.total("extproc_decisions_total") - before.total("extproc_decisions_total") == 1
 
 
-async def test_get_reaches_an_engine(stack: Stack, http: Client) -> None:
+async def test_get_goes_to_an_engine_by_load(stack: Stack, http: Client) -> None:
+    before = await at_rest(stack)
     async with http.session.get(stack.url + COMPLETIONS) as response:
         answer = await whole(response)
-    assert answer.status in (404, 405)
-    assert answer.worker in addresses(stack) or answer.headers.get("server") == "envoy"
+    assert answer.status == 404
+    assert json.loads(answer.text)["error"]["type"] == "NotFoundError"
+    after = await at_rest(stack)
+    for name in ("extproc_decisions_total", "extproc_unreadable_total"):
+        assert after.total(name) - before.total(name) == 1
 
 
 async def test_bodies_of_8_mib_are_routed_by_prompt(stack: Stack, http: Client) -> None:

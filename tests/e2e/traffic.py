@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import struct
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -88,6 +89,46 @@ async def client(stack: Stack) -> AsyncIterator[Client]:
     timeout = aiohttp.ClientTimeout(total=60)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
         yield Client(stack, session)
+
+
+async def ask_with_trailers(stack: Stack, body: bytes) -> None:
+    """A request over HTTP/2 with trailers behind its body (at most 16 KiB); waits for the answer's end."""
+    fields = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": COMPLETIONS,
+        ":authority": "inference",
+        "content-type": "application/json",
+    }
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.listener_port)
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0, b""))
+    writer.write(_frame(_HEADERS, _END_HEADERS, 1, _fields(fields)) + _frame(_DATA, 0, 1, body))
+    writer.write(_frame(_HEADERS, _END_HEADERS | _END_STREAM, 1, _fields({"x-checksum": "1"})))
+    kind = flags = stream = 0
+    async with asyncio.timeout(60):
+        while not (stream == 1 and flags & _END_STREAM and kind in (_HEADERS, _DATA)):
+            length, kind, flags, stream = struct.unpack(">IBBI", b"\0" + await reader.readexactly(9))
+            await reader.readexactly(length)
+            assert kind not in (_RST_STREAM, _GOAWAY)
+    writer.close()
+    await writer.wait_closed()
+
+
+_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _GOAWAY = 0, 1, 3, 4, 7
+_END_STREAM, _END_HEADERS = 1, 4
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """RFC 9113, section 4.1."""
+    return struct.pack(">IBBI", len(payload), kind, flags, stream)[1:] + payload
+
+
+def _fields(fields: dict[str, str]) -> bytes:
+    """RFC 7541, section 6.2.2: literals without indexing; names and values under 127 bytes."""
+    return b"".join(
+        b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+        for name, value in fields.items()
+    )
 
 
 # --- the router's own account ------------------------------------------------------------------------
