@@ -48,6 +48,13 @@ def ext_proc_filter(bootstrap: Any) -> Any:
     return found
 
 
+def retry_policy(bootstrap: Any, route_name: str) -> Any:
+    (chain,) = bootstrap["static_resources"]["listeners"][0]["filter_chains"]
+    (host,) = chain["filters"][0]["typed_config"]["route_config"]["virtual_hosts"]
+    (route,) = [route for route in host["routes"] if route["name"] == route_name]
+    return route["route"].get("retry_policy") or host["retry_policy"]
+
+
 def test_the_kustomization_names_every_file() -> None:
     names = yaml.safe_load((istio_model.FOLDER / "kustomization.yaml").read_text())["resources"]
     assert set(names) | {"kustomization.yaml"} == {path.name for path in istio_model.FOLDER.iterdir()}
@@ -82,6 +89,14 @@ def test_the_filter_and_the_policy_are_those_of_the_recommended_set_up() -> None
         if "load_balancing_policy" in cluster
     ]
     assert policies == [policies[0]] * 2
+
+
+def test_retries_are_those_of_the_recommended_set_up() -> None:
+    recommended = yaml.safe_load((istio_model.FOLDER.parent / "envoy.yaml").read_text())
+    expected, ours = retry_policy(recommended, "generate"), retry_policy(gateway(), "inference-generate")
+    # An interval's upper bound is the one thing that a VirtualService can't say.
+    del expected["retry_back_off"]["max_interval"]
+    assert ours == expected
 
 
 def test_the_routers_file_names_the_workers_service_as_istio_does(tmp_path: Path) -> None:
