@@ -82,7 +82,7 @@ def test_a_faster_gpu_has_the_same_frontend() -> None:
 
 @dataclass
 class NaiveCache:
-    """One request at a time. Free blocks, least recently freed first: (when cached, hash), or None if blank."""
+    """One request at a time. Free blocks in their order: (when cached, hash), or None if blank."""
 
     blocks: int
     free: list[tuple[int, int] | None] = field(default_factory=list)
