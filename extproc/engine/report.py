@@ -15,6 +15,7 @@ _COUNTERS = (
     "prompt_tokens",
     "generation_tokens",
     "preemptions",
+    "queue_s",
     "prefill_s",
     "prefills",
     "ttft_s",
@@ -35,8 +36,9 @@ class EngineReport:
     ``hit_ratio``: SGLang's own gauge; see `hit_ratio` for one made of counters.
 
     Counters since the engine's start: ``prefix_query_tokens`` and ``prefix_hit_tokens`` (looked up, found);
-    ``prompt_tokens`` (prefilled, hits included); ``prefills`` (requests that ended), whose prefill took
-    ``prefill_s`` in sum and computed ``prefilled_tokens``; ``first_tokens`` came after ``ttft_s`` in sum.
+    ``prompt_tokens`` (prefilled, hits included); ``prefills`` (requests that ended), which waited
+    ``queue_s`` in sum, then took ``prefill_s`` to the first token, for which ``prefilled_tokens`` were
+    computed; ``first_tokens`` came after ``ttft_s`` in sum, reading the request included.
     ``started_s``: start of the process, seconds since 1970.
     """
 
@@ -53,6 +55,7 @@ class EngineReport:
     prompt_tokens: float | None = None
     generation_tokens: float | None = None
     preemptions: float | None = None
+    queue_s: float | None = None
     prefill_s: float | None = None
     prefills: float | None = None
     prefilled_tokens: float | None = None
