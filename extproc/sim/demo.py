@@ -29,7 +29,7 @@ from extproc.fleet.config import PoolSettings
 from extproc.sim import envoy_setup, loadgen
 from extproc.sim.demo_report import Row, summarise, table
 from extproc.sim.personas import MIXED, ONE_DOMAIN, TWO_TYPES, Persona, Workload, make_persona, swarm
-from extproc.sim.process import ProcessError
+from extproc.sim.process import ProcessError, machine_cpu
 from extproc.sim.stack import Stack, StackConfig
 
 ROUND_ROBIN = "round robin"
@@ -40,7 +40,7 @@ WARMUP_SHARE = 0.25
 #: Seconds between lines of progress where there is no terminal.
 _PLAIN_PROGRESS_S = 10.0
 _PLAIN_WIDTH = 120
-_CPU_WARNING_SHARE = 0.9
+_BUSY_WARNING_SHARE = 0.85
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--personas", type=_at_least_one, default=40, help="distinct long prompts (default: %(default)s)")
     add("--workers", type=_at_least_one, default=8, help="emulated vLLM workers (default: %(default)s)")
     add("--requests", type=_at_least_one, default=10, help="requests a stream (default: %(default)s)")
-    add("--speedup", type=float, default=6.0, help="engine time over real time (default: %(default)s)")
+    add("--speedup", type=float, default=5.0, help="engine time over real time (default: %(default)s)")
     add("--seed", type=int, default=1, help="of prompts and draws (default: %(default)s)")
     add(
         "--rows",
@@ -135,12 +135,14 @@ def _run_arm(
 ) -> Row:
     requests = args.requests * workload.streams
     late_s, cpu_s, began_s = _late_s(stack), _cpu_s(stack), time.monotonic()
+    busy_before, total_before = machine_cpu()
     with _Display(console, f"{workload.title}, {arm}", requests) as display:
         work = loadgen.run(
             url, workload, personas, requests=requests, seed=args.seed, done=lambda _: display.advance()
         )
         results = uvloop.run(work)
     wall_s = time.monotonic() - began_s
+    busy, total = machine_cpu()
     return summarise(
         workload.name,
         arm,
@@ -149,6 +151,7 @@ def _run_arm(
         speedup=args.speedup,
         workers=args.workers,
         cpu_share=(_cpu_s(stack) - cpu_s) / (wall_s * (os.cpu_count() or 1)),
+        machine_busy_share=(busy - busy_before) / ((total - total_before) or 1.0),
         late_s=_late_s(stack) - late_s,
     )
 
@@ -238,12 +241,12 @@ def _verdict(console: Console, rows: Sequence[Row]) -> None:
         f"{before.hit_rate:.1%}, the median first token {faster:.0f} times sooner, {throughput:.1f} times "
         "the throughput."
     )
-    for row in rows:
-        if row.cpu_share > _CPU_WARNING_SHARE or row.late_s > row.wall_s / 20:
-            console.print(
-                f"Note: this machine was too busy for {row.workload}, {row.arm} (CPU {row.cpu_share:.0%}); "
-                "its times are too long. A lower --speedup helps."
-            )
+    busiest = max(rows, key=lambda row: row.machine_busy_share)
+    if busiest.machine_busy_share > _BUSY_WARNING_SHARE or any(row.late_s > row.wall_s / 20 for row in rows):
+        console.print(
+            f"Note: the machine was up to {busiest.machine_busy_share:.0%} busy (this demo: "
+            f"{busiest.cpu_share:.0%}), so times are longer than they would be. A lower --speedup helps."
+        )
 
 
 def _errors(rows: Sequence[Row]) -> list[str]:

@@ -20,7 +20,8 @@ class Row:
 
     ``hit_rate``: share of prompt tokens that came from a cache, by the engines' own ``usage``.
     ``busiest_over_mean``: requests of the busiest worker over the mean of all workers.
-    ``cpu_share``: CPU time of all processes over what the machine has; ``late_s``: what workers lost by it.
+    ``cpu_share``: CPU time of the demo over what the machine has, ``machine_busy_share``: of all that
+    runs there. ``late_s``: wall seconds that the workers lost because they got no CPU.
     """
 
     workload: str
@@ -37,6 +38,7 @@ class Row:
     busiest_over_mean: float
     wall_s: float
     cpu_share: float
+    machine_busy_share: float
     late_s: float
     first_error: str = ""
 
@@ -54,6 +56,7 @@ def summarise(
     speedup: float,
     workers: int,
     cpu_share: float = 0.0,
+    machine_busy_share: float = 0.0,
     late_s: float = 0.0,
 ) -> Row:
     """A row from all results of an arm; the first ``warmup`` requests count only if they failed."""
@@ -79,6 +82,7 @@ def summarise(
         busiest_over_mean=max(by_worker.values(), default=0) * workers / max(len(measured), 1),
         wall_s=results[-1].end_s - results[0].start_s if results else 0.0,
         cpu_share=cpu_share,
+        machine_busy_share=machine_busy_share,
         late_s=late_s,
         first_error=failed[0].error if failed else "",
     )

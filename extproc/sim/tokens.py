@@ -17,11 +17,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from functools import lru_cache
 from random import Random
 
 from xxhash import xxh3_64_intdigest
 
 TOKEN_BYTES = 4
+_CHUNK_BLOCKS = 64
 #: Padding of a text's last token, by length modulo TOKEN_BYTES.
 _PAD = (b"", b"\xff\xff\xff", b"\xff\xff", b"\xff")
 
@@ -75,13 +77,25 @@ def scope_seed(*parts: str) -> int:
 
 def chain(tokens: bytes, block_size: int, seed: int = 0) -> list[int]:
     """Chained hashes of the full blocks of ``tokens``; ``block_size`` in tokens, a rest is left out."""
-    step = block_size * TOKEN_BYTES
+    block_bytes = block_size * TOKEN_BYTES
+    chunk_bytes = _CHUNK_BLOCKS * block_bytes
+    full_bytes = len(tokens) // block_bytes * block_bytes
+    hashes: list[int] = []
     parent = seed
-    hashes = []
-    for start in range(0, len(tokens) - step + 1, step):
-        parent = xxh3_64_intdigest(tokens[start : start + step], parent)
-        hashes.append(parent)
+    for start in range(0, full_bytes, chunk_bytes):
+        hashes += _chunk_hashes(tokens[start : min(start + chunk_bytes, full_bytes)], block_bytes, parent)
+        parent = hashes[-1]
     return hashes
+
+
+@lru_cache(maxsize=2048)
+def _chunk_hashes(chunk: bytes, block_bytes: int, parent: int) -> tuple[int, ...]:
+    # Long prompts come again and again: remembering runs of blocks saves most of a request's cost.
+    hashes = []
+    for start in range(0, len(chunk), block_bytes):
+        parent = xxh3_64_intdigest(chunk[start : start + block_bytes], parent)
+        hashes.append(parent)
+    return tuple(hashes)
 
 
 def generate(prompt: bytes, length: int, variant: int = 0) -> bytes:
