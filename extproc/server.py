@@ -33,10 +33,15 @@ MESSAGE_OVERHEAD_BYTES = 8 * 1024 * 1024
 MIN_MESSAGE_BYTES = 64 * 1024 * 1024
 
 
+#: A silent connection is asked for a sign of life after this long, and given up after as long again: so an
+#: Envoy that is gone without a word, its machine lost or cut off, has no requests in flight for ever.
+KEEPALIVE_S = 15.0
+
+
 class Server:
     """A running ext_proc server on one address."""
 
-    def __init__(self, router: Router, observer: Observer) -> None:
+    def __init__(self, router: Router, observer: Observer, *, keepalive_s: float = KEEPALIVE_S) -> None:
         self._router = router
         self._observer = observer
         self._draining = False
@@ -53,6 +58,14 @@ class Server:
                 ),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.so_reuseport", 0),  # a second server on the port is an error, not half the streams
+                # Envoy's connection_keepalive: by default the third ping without data in between ends the
+                # connection, and with it the count of every request that is just being decoded.
+                ("grpc.http2.max_ping_strikes", 0),
+                # Our own; by default once in two hours.
+                ("grpc.keepalive_time_ms", int(keepalive_s * 1000)),
+                ("grpc.keepalive_timeout_ms", int(keepalive_s * 1000)),
+                ("grpc.http2.ping_timeout_ms", int(keepalive_s * 1000)),  # gRPC's own pings, else a minute
+                ("grpc.http2.max_pings_without_data", 0),
             ]
         )
         handler = grpc.stream_stream_rpc_method_handler(

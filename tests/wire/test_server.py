@@ -68,12 +68,12 @@ def response_headers() -> ProcessingRequest:
 class Running:
     """A server in this process, and a client of it."""
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: str, keepalive_s: float) -> None:
         endpoints = tuple(EndpointConfig("10.0.0.1", 8000 + i, "pool", 120) for i in range(4))
         pools = {"pool": PoolConfig("pool", endpoints, PoolSettings(policy=policy))}
         self.observer = Observer()
         self.router = Router(RouterConfig(pools=pools), self.observer)
-        self.server = Server(self.router, self.observer)
+        self.server = Server(self.router, self.observer, keepalive_s=keepalive_s)
         self.address = ""
         self.channel: grpc.aio.Channel = None
 
@@ -107,8 +107,8 @@ class Running:
 
 
 @asynccontextmanager
-async def running(policy: str = "predicted") -> AsyncIterator[Running]:
-    it = Running(policy)
+async def running(policy: str = "predicted", keepalive_s: float = 10.0) -> AsyncIterator[Running]:
+    it = Running(policy, keepalive_s)
     it.address = await it.server.start("127.0.0.1:0")
     it.channel = grpc.aio.insecure_channel(it.address, options=[("grpc.max_send_message_length", -1)])
     try:
@@ -193,6 +193,36 @@ async def test_however_a_client_leaves_nothing_stays_in_flight(leave: str, messa
             await it.channel.close()
         await until(lambda: it.in_flight == 0)
         assert it.count("extproc_internal_errors_total") == 0
+
+
+async def test_pings_are_welcome() -> None:
+    """Envoy sends them while nothing else is to be said; gRPC's default is to hang up at the third."""
+    async with running() as it:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(it.address.rpartition(":")[2]))
+        ping = b"\0\0\x08\x06\0\0\0\0\0" + bytes(8)
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\x04\0\0\0\0\0")
+        kinds: list[int] = []
+        async with asyncio.timeout(30):
+            for acknowledged in range(1, 11):
+                writer.write(ping)
+                while kinds.count(6) < acknowledged and 7 not in kinds:
+                    head = await reader.readexactly(9)
+                    await reader.readexactly(int.from_bytes(head[:3], "big"))
+                    kinds.append(head[3])
+        assert 7 not in kinds  # GOAWAY
+        writer.close()
+
+
+async def test_a_client_that_is_gone_without_a_word_is_noticed() -> None:
+    async with running(keepalive_s=1.0) as it:
+        child = await asyncio.create_subprocess_exec(sys.executable, __file__, it.address)
+        try:
+            await until(lambda: it.in_flight == 1, timeout_s=30.0)
+            child.send_signal(signal.SIGSTOP)
+            await until(lambda: it.in_flight == 0, timeout_s=60.0)
+        finally:
+            child.kill()
+            await child.wait()
 
 
 async def test_garbage_on_the_wire_ends_its_stream_only() -> None:
@@ -484,3 +514,21 @@ def test_health_command(start: Callable[..., Serve]) -> None:
     result = run("health", "--target", nobody, "--timeout-s", "1")
     assert result.returncode == 1
     assert f"{nobody}: UNAVAILABLE" in result.stderr
+
+
+async def hold(address: str) -> None:
+    """A client in a process of its own: a request that is never over."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = channel.stream_stream(
+            PROCESS_PATH,
+            request_serializer=ProcessingRequest.SerializeToString,
+            response_deserializer=ProcessingResponse.FromString,
+        )()
+        for message in (headers(), body()):
+            await call.write(message)
+            await call.read()
+        await asyncio.sleep(600)
+
+
+if __name__ == "__main__":
+    asyncio.run(hold(sys.argv[1]))
