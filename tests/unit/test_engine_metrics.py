@@ -68,8 +68,8 @@ VLLM_REPORT = EngineReport(
     started_s=1_796_102_804.62,
 )
 SGLANG = b"""\
-sglang:num_running_reqs{dp_rank="0",model_name="m",pp_rank="0",priority="",tp_rank="0"} 3.0
 sglang:num_running_reqs{dp_rank="0",model_name="m",pp_rank="0",priority="5",tp_rank="0"} 2.0
+sglang:num_running_reqs{dp_rank="0",model_name="m",pp_rank="0",priority="",tp_rank="0"} 3.0
 sglang:num_running_reqs{dp_rank="0",model_name="m",pp_rank="1",priority="",tp_rank="1"} 3.0
 sglang:num_running_reqs{dp_rank="1",model_name="m",pp_rank="0",priority="",tp_rank="0"} 4.0
 sglang:num_queue_reqs{dp_rank="0",model_name="m",pp_rank="0",priority="",tp_rank="0"} 1.0

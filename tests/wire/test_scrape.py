@@ -18,7 +18,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from extproc.engine import scraper as scraping
-from extproc.engine.scraper import MAX_PAGE_BYTES, Scraper
+from extproc.engine.scraper import Scraper
 from extproc.fleet.config import EndpointConfig, PoolConfig, PoolSettings, RouterConfig
 from extproc.observe.engines import EngineObserver
 from extproc.observe.observer import Observer
@@ -329,15 +329,15 @@ async def test_a_broken_page_is_a_failure_and_harms_no_other(handle: Handler, re
         assert set(re.findall(r'scrape_failures_total\{pool="pool",reason="(\w+)"', text)) == {reason}
 
 
-async def test_a_long_page_leaves_the_loop_its_turns() -> None:
-    filler = b'vllm:request_bucket{engine="0",le="1"} 1\n'
-    page = filler * (MAX_PAGE_BYTES // 2 // len(filler)) + GOOD
-    turns = 0
-    async with server(reply(page)) as port, reading(config([port], scrape_timeout_s=60.0)) as rig:
-        while not rig.known(port):
-            turns += 1
-            await asyncio.sleep(0)
-    assert turns > len(page) / (128 * 1024)
+async def test_a_long_page_is_read_in_pieces() -> None:
+    filler = b'vllm:request_bucket{engine="0",le="1"} 1\n' * 40_000
+    async with (
+        server(reply(filler + GOOD + filler + b'vllm:num_requests_waiting{engine="0"} 3')) as port,
+        reading(config([port], scrape_timeout_s=20.0)) as rig,
+    ):
+        await until(lambda: rig.known(port))
+        assert rig.gauge("extproc_engine_running_requests", port) == 1
+        assert rig.gauge("extproc_engine_waiting_requests", port) == 3
 
 
 async def test_workers_come_and_go(tmp_path: Path) -> None:
