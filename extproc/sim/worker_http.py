@@ -104,8 +104,9 @@ class Worker:
         self._spawn(self.driver.run())
 
     async def _listen(self, port: int) -> None:
-        self._site = web.TCPSite(self._runner, self.config.host, port, reuse_address=True)
-        await self._site.start()
+        site = web.TCPSite(self._runner, self.config.host, port, reuse_address=True)
+        await site.start()
+        self._site = site
         host, bound = self._runner.addresses[0][:2]
         self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
 
