@@ -378,6 +378,12 @@ def test_json(conf):
     assert workers(config) == ["10.0.0.1:8000"]
 
 
+@pytest.mark.parametrize("name", ["envoy.yaml", "envoy.json"])
+def test_a_byte_order_mark_is_no_part_of_the_text(conf, name):
+    config = conf("\ufeff" + json.dumps(static(cluster("chat", endpoint()))), name=name)
+    assert workers(config) == ["10.0.0.1:8000"]
+
+
 def test_proto_json_names(conf):
     config = conf(
         {
@@ -462,6 +468,7 @@ def test_all_files_that_a_bootstrap_points_to(conf, tmp_path):
             ASSIGNMENT,
             {"cluster_name": "chat", "endpoints": [{"lb_endpoints": [endpoint("10.0.0.9")]}]},
             {"cluster_name": "svc", "endpoints": [{"lb_endpoints": [endpoint("10.0.0.2")]}]},
+            {"cluster_name": "svc", "endpoints": [{"lb_endpoints": [endpoint("10.0.0.3")]}]},
         ),
         lds_yaml=resources(
             LISTENER, listener(rds={"config_source": source("rds.yaml")}, request_body_buffer_limit=3 << 20)
@@ -555,6 +562,7 @@ static_resources:
       filter_metadata:
         extproc:
           <<: *settings
+          max_load_ratio: 2.5
           alpha: .5
           chars_per_token: 1e1
           !ignore nonsense: 3
@@ -564,7 +572,7 @@ a second document: doesn't count
 """)
     assert workers(config, "on-call") == ["10.0.0.1:80"]
     assert config.pools["on-call"].settings == PoolSettings(
-        max_inflight=8, max_load_ratio=1.5, alpha=0.5, chars_per_token=10.0
+        max_inflight=8, max_load_ratio=2.5, alpha=0.5, chars_per_token=10.0
     )
 
 
