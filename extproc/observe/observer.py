@@ -7,6 +7,7 @@ they can't disagree with the accounts. Labels are bounded: pools, workers of the
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Callable, Iterable, Mapping
 
 import structlog
@@ -23,6 +24,7 @@ from prometheus_client.registry import Collector
 from extproc import __version__
 from extproc.observe.logs import Seldom
 from extproc.prompt import Unreadable
+from extproc.routing.health import Change, State
 from extproc.routing.load import Worker
 from extproc.routing.pool import Decision, Pool
 
@@ -68,6 +70,12 @@ class Observer:
             ["pool"],
             registry=registry,
         )
+        self._ejections = Counter(
+            "extproc_ejections",
+            "Times that a worker was taken out, by cause.",
+            ["pool", "cause"],
+            registry=registry,
+        )
         self._responses = Counter(
             "extproc_ended",
             "Requests that ended, by class of the HTTP status; none: no response headers were seen.",
@@ -98,7 +106,7 @@ class Observer:
         )
         self._errors = Counter(
             "extproc_internal_errors",
-            "Faults of the router; the request went on unsteered.",
+            "Faults of the router; requests went on unsteered.",
             registry=registry,
         )
 
@@ -166,6 +174,20 @@ class Observer:
                 requests=held,
             )
 
+    def health_changed(self, pool: str, worker: str, change: Change) -> None:
+        """A worker was taken out, returns, or is well again."""
+        if change.after in (State.EJECTED, State.NOT_READY):
+            self._ejections.labels(pool, str(change.cause)).inc()
+        self.log.info(
+            "a worker's health changed",
+            pool=pool,
+            worker=worker,
+            state=change.after.value,
+            before=change.before.value,
+            cause=change.cause.value if change.cause else None,
+            for_s=round(change.for_s, 1) or None,
+        )
+
     def ended(self, decision: Decision, request_id: str, status: int) -> None:
         """A request's stream is over."""
         self._responses.labels(decision.pool, f"{status // 100}xx" if status else "none").inc()
@@ -177,10 +199,10 @@ class Observer:
             self.log.warning("route setting ignored", problem=problem)
 
     def internal_error(self, error: BaseException) -> None:
-        """A fault of ours. The request goes on without us."""
+        """A fault of ours. If it was in a request, that goes on without us."""
         self._errors.inc()
         if held := self._seldom(("error", type(error))):
-            self.log.error("internal error; request left to Envoy", exc_info=error, requests=held)
+            self.log.error("internal error", exc_info=error, errors=held)
 
     def reloaded(self, source: str, warnings: Iterable[str]) -> None:
         """A new configuration is in force."""
@@ -219,6 +241,23 @@ class _Gauges(Collector):
                 for worker in list(pool.workers):
                     family.add_metric([pool.name, worker.address], value(pool, worker))
             yield family
+        states = GaugeMetricFamily(
+            "extproc_worker_state",
+            "1 for the state of health that the worker is in, 0 for the others.",
+            labels=["pool", "worker", "state"],
+        )
+        panic = GaugeMetricFamily(
+            "extproc_panic",
+            "1 while so many workers are out that all count as healthy.",
+            labels=["pool"],
+        )
+        for pool in list(self._pools().values()):
+            panic.add_metric([pool.name], pool.panic)
+            for worker in list(pool.workers):
+                for state in State:
+                    states.add_metric([pool.name, worker.address, state], worker.health.state is state)
+        yield states
+        yield panic
 
 
 _WORKER_GAUGES: tuple[tuple[str, str, Callable[[Pool, Worker], float]], ...] = (
@@ -227,6 +266,11 @@ _WORKER_GAUGES: tuple[tuple[str, str, Callable[[Pool, Worker], float]], ...] = (
         "extproc_max_inflight_requests",
         "Limit of requests in flight.",
         lambda pool, worker: worker.max_inflight,
+    ),
+    (
+        "extproc_pending_prefill_tokens",
+        "Uncached prompt tokens that wait at the worker, by the router's account.",
+        lambda pool, worker: worker.pending_prefill_tokens(time.monotonic()),
     ),
     (
         "extproc_cache_picture_tokens",

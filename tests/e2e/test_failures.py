@@ -200,9 +200,7 @@ async def test_a_dead_pick_is_served_by_the_next(stack: Stack, http: Client) -> 
         served[text] = {await http.worker_of(text, path=HASHED) for _ in range(3)}
     assert [len(workers) for workers in served.values()] == [1] * 20
     after = await at_rest(stack)
-    moved = after.total("extproc_moved_total") - before.total("extproc_moved_total")
-    assert moved > 0
-    assert moved % 3 == 0
+    assert after.total("extproc_moved_total") > before.total("extproc_moved_total"), "no pick was dead"
 
 
 # --- the router fails --------------------------------------------------------------------------------
@@ -312,6 +310,24 @@ async def test_a_router_that_does_not_answer_delays_for_the_timeout_only(stack: 
     assert await envoy_counter(stack, "ext_proc.message_timeouts") - before == 11
     await at_rest(stack)
     assert len({await http.worker_of(prompt(4100)) for _ in range(3)}) == 1
+
+
+async def test_a_killed_envoy_leaves_no_count(stack: Stack, http: Client) -> None:
+    async def hold(index: int) -> None:
+        silent = {"fail": "hang", "after_tokens": 1}
+        with suppress(aiohttp.ClientError):
+            await http.ask(prompt(4500 + index), stream=True, max_tokens=9, emulate=silent)
+
+    held = [asyncio.create_task(hold(index)) for index in range(8)]
+    await metrics_when(stack, lambda m: sum(m.in_flight().values()) == 8)
+    stack.envoy.kill()
+    try:
+        await asyncio.gather(*held)
+        await at_rest(stack)
+    finally:
+        stack.envoy.start()
+        await asyncio.to_thread(stack.envoy.wait_ready)
+    assert len({await http.worker_of(prompt(4500), path=HASHED) for _ in range(3)}) == 1
 
 
 async def test_without_a_router_all_workers_serve(stack: Stack, http: Client) -> None:

@@ -177,11 +177,17 @@ async def test_a_route_setting_with_a_typing_error_has_no_effect(http: Client) -
 @pytest.mark.parametrize("chars", [4000, 400_000])
 async def test_other_processing_modes_steer(stack: Stack, http: Client, route: str, chars: int) -> None:
     text = prompt(7 + chars, chars)
+    path = f"/{route}{COMPLETIONS}"
     home = await http.worker_of(text)
     before = await at_rest(stack)
-    assert {await http.worker_of(text, path=f"/{route}{COMPLETIONS}", stream=True) for _ in range(4)} == {
-        home
-    }
+    assert {await http.worker_of(text, path=path) for _ in range(3)} == {home}
+    await at_rest(stack)
+    silent = {"fail": "hang", "after_tokens": 1}
+    async with http.open(text, path=path, stream=True, max_tokens=9, emulate=silent) as response:
+        await response.content.readany()
+        # In flight for as long as it streams, which the router asks for where the YAML doesn't.
+        assert (await scrape(stack)).in_flight() == {home: 1}
+        response.close()
     after = await at_rest(stack)
     for name, more in (
         ("decisions", 4),
