@@ -30,7 +30,9 @@ from math import isfinite
 from google.protobuf.struct_pb2 import Value
 
 from extproc.fleet.settings import RouteOverrides
+from extproc.refusal import immediate
 from extproc.router import RequestFacts, Router, Routing
+from extproc.routing.admission import Shed
 from extproc.wire import (
     BodyMutation,
     BodyResponse,
@@ -56,6 +58,9 @@ STREAMED_CHUNK_BYTES = 62_000
 #: The opt-in response header (route setting ``x-extproc-debug``).
 DEBUG_HEADER = "x-extproc-decision"
 
+#: Envoy's: a bound on the time until response headers, for each try. A stream may last longer.
+TRY_TIMEOUT_HEADER = "x-envoy-upstream-rq-per-try-timeout-ms"
+
 _OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
@@ -80,6 +85,7 @@ class Exchange:
         self._max_body_bytes = max_body_bytes
         self._facts = RequestFacts()
         self._decided = False
+        self._observed = False  # observability mode: nothing that we say has an effect
         self._request_body_mode: int | None = None  # None: Envoy didn't tell
         self._duplex_request = False
         self._duplex_response = False
@@ -94,6 +100,7 @@ class Exchange:
             self._duplex_response = (
                 message.protocol_config.response_body_mode == ProcessingMode.FULL_DUPLEX_STREAMED
             )
+        self._observed = message.observability_mode
         replies = self._answer(message, now)
         return [] if message.observability_mode else replies
 
@@ -132,11 +139,11 @@ class Exchange:
         if self.state is not State.HEADERS:  # out of order: a second decision would never be ended
             return [ProcessingResponse(request_headers=HeadersResponse())]
         headers = message.request_headers
-        self._facts = _facts(headers, message)
+        self._facts = _facts(headers, message, self._router.wanted_headers)
         if headers.end_of_stream or self._request_body_mode == ProcessingMode.NONE:
             reply = ProcessingResponse(request_headers=HeadersResponse())
-            self._steer(reply, reply.request_headers.response, b"", now)
-            self._ask_for_the_end(reply, message)
+            if self._steer(reply, reply.request_headers.response, b"", now):
+                self._ask_for_the_end(reply, message)
             return [reply]
         self.state = State.BODY
         if self._duplex_request:
@@ -163,7 +170,8 @@ class Exchange:
         if self._decided:
             return [reply]
         if self._duplex_request:
-            return [*self._duplex_release(last=False, now=now), reply]
+            released = self._duplex_release(last=False, now=now)
+            return released if released[0].HasField("immediate_response") else [*released, reply]
         # A body that ended with trailers: metadata still steers an override_host cluster.
         self._steer(reply, None, self._take_body(), now)
         return [reply]
@@ -180,7 +188,8 @@ class Exchange:
         """The held-back headers' reply with the pick, then the body so far."""
         chunks = list(self._chunks)
         reply = ProcessingResponse(request_headers=HeadersResponse())
-        self._steer(reply, reply.request_headers.response, self._take_body(), now)
+        if not self._steer(reply, reply.request_headers.response, self._take_body(), now):
+            return [reply]
         data = b"".join(chunks)
         pieces = [data[i : i + STREAMED_CHUNK_BYTES] for i in range(0, len(data), STREAMED_CHUNK_BYTES)]
         if last and not pieces:
@@ -209,27 +218,45 @@ class Exchange:
     # --- the pick --------------------------------------------------------------------------------
 
     def _steer(
-        self, reply: ProcessingResponse, common: CommonResponse | None, body: bytes | None, now: float
-    ) -> None:
-        """Decide, and write the pick into the reply; without an opinion the reply stays as it is."""
+        self,
+        reply: ProcessingResponse,
+        common: CommonResponse | None,
+        body: bytes | None,
+        now: float,
+        *,
+        may_refuse: bool = True,
+    ) -> bool:
+        """Decide, and write the pick into the reply; without an opinion the reply stays as it is.
+
+        False: the request is refused, and the reply has become the answer to the client.
+        """
         self._decided = True
         self.state = State.RESPONSE
-        self.routing = self._router.route(self._facts, self._overrides, body, now)
+        routing = self._router.route(
+            self._facts, self._overrides, body, now, may_refuse=may_refuse and not self._observed
+        )
+        if isinstance(routing, Shed):
+            reply.immediate_response.CopyFrom(immediate(routing))
+            return False
+        self.routing = routing
         if self.routing is None:
-            return
+            return True
         steering = self._router.config.steering
         workers = self.routing.decision.order
         picks = ",".join([worker.address for worker in workers])
         for namespace, key in steering.endpoint_metadata:
             reply.dynamic_metadata.get_or_create_struct(namespace)[key] = picks
         if common is None:
-            return
+            return True
         for name in steering.endpoint_headers:
             _set_header(common.header_mutation, name, picks)
+        if self.routing.header_timeout_ms:
+            _set_header(common.header_mutation, TRY_TIMEOUT_HEADER, str(self.routing.header_timeout_ms))
         for name in steering.cluster_headers:
             _set_header(common.header_mutation, name, workers[0].cluster)
             # The route was chosen by this header's absence; choose again. Needs the mutation above.
             common.clear_route_cache = True
+        return True
 
     def _ask_for_the_end(self, reply: ProcessingResponse, message: ProcessingRequest) -> None:
         """Ask for response headers and trailers, so that the stream lives to the request's end.
@@ -254,7 +281,7 @@ class Exchange:
         reply = ProcessingResponse(response_headers=HeadersResponse())
         if not self._decided:
             # The engine, or Envoy itself, answered before the body's end; or the body was partial.
-            self._steer(ProcessingResponse(), None, None, now)
+            self._steer(ProcessingResponse(), None, None, now, may_refuse=False)
         routing = self.routing
         if routing is not None:
             seen = _attributes(message)
@@ -278,22 +305,26 @@ class Exchange:
         return [reply]
 
 
-def _facts(headers: HttpHeaders, message: ProcessingRequest) -> RequestFacts:
+def _facts(headers: HttpHeaders, message: ProcessingRequest, wanted: frozenset[str]) -> RequestFacts:
     seen = {
         "x-request-id": "",
         ":path": "",
         "content-type": "",
         "content-encoding": "",
     }
+    others = {}
     for header in headers.headers.headers:
         if header.key in seen:
             seen[header.key] = _value(header)
+        elif header.key in wanted:
+            others[header.key] = _value(header)
     return RequestFacts(
         request_id=seen["x-request-id"],
         path=seen[":path"],
         content_type=seen["content-type"],
         content_encoding=seen["content-encoding"],
         cluster=_text(_attributes(message), "xds.cluster_name"),
+        headers=others,
     )
 
 

@@ -7,13 +7,18 @@ request's life, `extproc.server` feeds it new configurations.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from extproc.fleet.config import PoolConfig, RouterConfig
 from extproc.fleet.settings import RouteOverrides
 from extproc.observe.observer import Observer
 from extproc.prefix import PrefixChain, chain
 from extproc.prompt import Prompt, Unreadable, read_prompt
+from extproc.routing.admission import Admission, Shed
+from extproc.routing.demand import Demand, read_demand, wanted_headers
+from extproc.routing.health import Change
+from extproc.routing.load import Worker
 from extproc.routing.pool import Decision, Pool, Ticket
 
 #: Seconds a generated token takes, to guess how many there were from how long a stream lived.
@@ -28,6 +33,7 @@ class RequestFacts:
     """What Envoy's first message tells of a request, besides its body.
 
     ``cluster``: Envoy's cluster for the route, "" when unknown (attribute ``xds.cluster_name``).
+    ``headers``: those of `Router.wanted_headers` that are there.
     """
 
     request_id: str = ""
@@ -35,18 +41,25 @@ class RequestFacts:
     content_type: str = ""
     content_encoding: str = ""
     cluster: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Routing:
-    """A routed request: the decision and its open ticket."""
+    """A routed request: the decision and its open ticket.
+
+    ``header_timeout_ms``: how long Envoy shall wait for response headers at each try; 0: no limit.
+    """
 
     pool: Pool
     decision: Decision
     ticket: Ticket
     max_output_tokens: int
     request_id: str
+    header_timeout_ms: int = 0
     status: int = 0
+    demand: Demand | None = None  # None: admission had nothing to do with it
+    streamed: bool = False
 
 
 class Router:
@@ -56,6 +69,11 @@ class Router:
         self._origin = origin
         self._observer = observer
         self.pools: dict[str, Pool] = {}
+        self._gates: dict[str, Admission] = {}
+        #: Request headers to be handed in as `RequestFacts.headers`.
+        self.wanted_headers: frozenset[str] = frozenset()
+        #: Told of a worker that failed a request, to be probed at once.
+        self.on_suspect: Callable[[Pool, Worker], None] = lambda pool, worker: None
         self.config = config
         self.apply(config)
 
@@ -64,12 +82,21 @@ class Router:
         for name in [n for n in self.pools if n not in config.pools]:
             # An empty pool: its tickets stay valid, new requests find no worker.
             self.pools.pop(name).update(PoolConfig(name, (), config.pools.get(name, _NOTHING).settings))
+            del self._gates[name]
         for name, pool_config in config.pools.items():
             pool = self.pools.get(name)
             if pool is None:
-                self.pools[name] = Pool(pool_config, origin=self._origin)
+                self.pools[name] = Pool(
+                    pool_config,
+                    origin=self._origin,
+                    changed=self._health_changed,
+                    suspect=lambda pool, worker: self.on_suspect(pool, worker),
+                )
             else:
                 pool.update(pool_config)
+            if name not in self._gates:
+                self._gates[name] = Admission(self.pools[name])
+        self.wanted_headers = frozenset().union(*(wanted_headers(p.settings) for p in config.pools.values()))
         self.config = config
 
     def pool_for(self, facts: RequestFacts, overrides: RouteOverrides) -> Pool | None:
@@ -85,11 +112,18 @@ class Router:
         return None
 
     def route(
-        self, facts: RequestFacts, overrides: RouteOverrides, body: bytes | None, now: float
-    ) -> Routing | None:
+        self,
+        facts: RequestFacts,
+        overrides: RouteOverrides,
+        body: bytes | None,
+        now: float,
+        *,
+        may_refuse: bool = True,
+    ) -> Routing | Shed | None:
         """Choose a worker and count the request there; None when we have no opinion.
 
         ``body``: None when its end was not seen. The engine judges bad requests, never we.
+        ``may_refuse``: whether the pool's admission is asked; what it refuses isn't counted.
         """
         pool = self.pool_for(facts, overrides)
         if pool is None:
@@ -118,19 +152,49 @@ class Router:
             self._observer.unreadable(pool.name, prompt, facts.request_id)
         decision = pool.decide(prefix, now, overrides.policy)
         if decision is None:
+            if may_refuse and pool.settings.reject_if_empty:
+                shed = Shed(503, "no_worker", f"No worker serves {pool.name} at the moment.")
+                self._observer.shed(pool.name, shed, facts.request_id)
+                return shed
             self._observer.unrouted("no_worker", facts.request_id, pool.name)
             return None
-        ticket = pool.begin(decision, prefix, now)
+        demand = None
+        gate = self._gates.get(pool.name)
+        if may_refuse and gate is not None and gate.minds(facts.headers):
+            demand = read_demand(facts.headers, body, overrides.priority, pool.settings)
+            refusal = gate.admit(decision, demand, now)
+            if refusal is not None:
+                self._observer.shed(pool.name, refusal, facts.request_id, demand, decision)
+                return refusal
+        stream = isinstance(prompt, Prompt) and prompt.stream
+        ticket = pool.begin(decision, prefix, now, stream=stream)
         self._observer.decided(decision, facts.request_id)
-        return Routing(pool, decision, ticket, max_output_tokens, facts.request_id)
+        # Only a stream's headers come before its work; and where nobody else is any better, waiting is.
+        timeout_ms = 0
+        if stream and not decision.overflow and len(decision.order) > 1 and not pool.panic:
+            timeout_ms = round(pool.settings.header_timeout_s * 1000)
+        return Routing(
+            pool,
+            decision,
+            ticket,
+            max_output_tokens,
+            facts.request_id,
+            timeout_ms,
+            demand=demand,
+            streamed=stream,
+        )
 
     def responded(self, routing: Routing, upstream: str, attempts: int, status: int, now: float) -> None:
         """Response headers came, from ``upstream`` (``ip:port``; "" when no worker was reached)."""
         routing.status = status
+        routing.pool.heard(routing.ticket, upstream, attempts, status, now)
         picked = routing.decision.worker.address
         if upstream != picked:
             routing.pool.served_by(routing.ticket, upstream, now)
             self._observer.moved(routing.decision, routing.request_id, upstream, attempts, status)
+
+    def _health_changed(self, pool: Pool, worker: Worker, change: Change) -> None:
+        self._observer.health_changed(pool.name, worker.address, change)
 
     def ended(self, routing: Routing, now: float) -> None:
         """The request's stream is over, however it ended."""
@@ -139,6 +203,11 @@ class Router:
             decoding_s = now - routing.ticket.decided_s - routing.decision.predicted_ttft_s
             output = min(max(decoding_s, 0.0) / TPOT_S, float(routing.max_output_tokens))
         routing.pool.end(routing.ticket, now, output)
+        if routing.demand is not None and (gate := self._gates.get(routing.pool.name)) is not None:
+            age_s = now - routing.ticket.decided_s
+            gate.ended(
+                routing.demand, age_s=age_s, status=routing.status, streamed=routing.streamed, now=now
+            )
         self._observer.ended(routing.decision, routing.request_id, routing.status)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import structlog
 import uvloop
 
+from extproc.engine.prober import Prober
 from extproc.engine.scraper import Scraper
 from extproc.envoyconf import ConfigError
 from extproc.errors import ListenError
@@ -24,6 +25,7 @@ from extproc.observe.logs import LEVELS, configure
 from extproc.observe.observer import Observer
 from extproc.router import Router
 from extproc.server import Server
+from extproc.state import StateFile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="host:port, [v6]:port or unix:PATH for Envoy's ext_proc cluster (default %(default)s)",
     )
     parser.add_argument("--metrics", metavar="ADDRESS", help="host:port for Prometheus, e.g. 127.0.0.1:9090")
+    parser.add_argument(
+        "--state",
+        type=Path,
+        metavar="FILE",
+        help="keep what was learned of the workers' caches here, over restarts of the router",
+    )
     parser.add_argument("--log-level", choices=LEVELS, default="info", help="default %(default)s")
     parser.add_argument(
         "--drain-s",
@@ -69,6 +77,7 @@ async def _serve(args: argparse.Namespace) -> int:
     def take(config: RouterConfig) -> None:
         router.apply(config)
         scraper.reconcile()
+        prober.reconcile()
         observer.reloaded(config.source, config.warnings)
 
     def reload(config: RouterConfig) -> None:
@@ -88,14 +97,20 @@ async def _serve(args: argparse.Namespace) -> int:
     router = Router(expand(config, {}), observer, origin=secrets.randbits(48))
     engines = EngineObserver(observer.registry)
     scraper = Scraper(router, engines)
+    prober = Prober(router, engines)
     await resolver.use(config)
+    state = StateFile(args.state, router) if args.state else None
+    if state is not None:
+        state.restore()
     observer.watch(lambda: router.pools)
     engines.watch(lambda: scraper.targets)
     server = Server(router, observer)
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    following = [asyncio.create_task(part.run()) for part in (watcher, resolver, scraper)]
+    following = [asyncio.create_task(part.run()) for part in (watcher, resolver, scraper, prober)]
+    if state is not None:
+        following.append(asyncio.create_task(state.keep()))
     for task in following:
         task.add_done_callback(report)
     metrics = None
@@ -112,6 +127,8 @@ async def _serve(args: argparse.Namespace) -> int:
         await stop.wait()
         log.info("draining", in_flight=sum(pool.tickets for pool in router.pools.values()))
         await server.drain(args.drain_s)
+        if state is not None:
+            state.save()
         log.info("stopped")
     finally:
         for task in following:

@@ -21,7 +21,7 @@ from dataclasses import replace
 import aiohttp
 
 from extproc.engine.exposition import Decoder, NotMetricsError
-from extproc.engine.report import EngineReport, restarted
+from extproc.engine.report import SAME_START_S, EngineReport, differ, restarted
 from extproc.engine.state import EngineState, Target
 from extproc.observe.engines import EngineObserver
 from extproc.router import Router
@@ -191,9 +191,9 @@ class Scraper:
         if self._targets.get((target.pool.name, target.worker.address)) is not target:
             return  # the worker left while it answered
         before = target.state
-        if before.report is not None and restarted(before.report, report):
+        if self._is_another(target, report):
             target.state = EngineState(report, now)
-            target.pool.restarted(target.worker)
+            target.pool.restarted(target.worker, now)
             self._observer.restarted(target.pool.name, target.worker.address)
         else:
             target.state = EngineState(report, now, before.report, before.at_s)
@@ -202,6 +202,14 @@ class Scraper:
         ):
             self._apply_size(target)
             self._observer.cache_size(target)
+
+    def _is_another(self, target: Target, report: EngineReport) -> bool:
+        """Whether the engine started anew since the last reading, or since a restored picture was saved."""
+        worker, before = target.worker, target.state.report
+        known_start_s, worker.engine_started_s = worker.engine_started_s, report.started_s
+        if before is not None:
+            return restarted(before, report)
+        return differ(known_start_s, report.started_s, SAME_START_S)
 
     def _apply_size(self, target: Target) -> None:
         report = target.state.report

@@ -217,6 +217,7 @@ def _endpoint(
         max_inflight=values.get("max_inflight", 0),
         weight=weight,
         cache_tokens=values.get("cache_tokens"),
+        max_pending_prefill_tokens=values.get("max_pending_prefill_tokens"),
         lookup_family=family,
     )
     return config, "max_inflight" in values

@@ -29,6 +29,7 @@ class EndpointConfig:
     weight: float = 1.0
     cache_tokens: int | None = None
     lookup_family: str = "AUTO"
+    max_pending_prefill_tokens: int | None = None
 
     @property
     def address(self) -> str:
@@ -42,6 +43,7 @@ class PoolSettings:
 
     policy: str = "predicted"
     max_inflight: int = 120
+    max_pending_prefill_tokens: int | None = None
     max_load_ratio: float = 1.5
     load_margin: int = 4
     fallbacks: int = 3
@@ -57,6 +59,22 @@ class PoolSettings:
     scrape_interval_s: float = 10.0
     scrape_timeout_s: float = 3.0
     metrics_path: str = "/metrics"
+    shed_after_ms: float | None = None
+    client_priority: bool = False
+    contention_ms: float = 200.0
+    tenant_header: str | None = None
+    tenant_weights: tuple[tuple[str, float], ...] = ()
+    retry_budget: float | None = None
+    reject_if_empty: bool = False
+    eject_s: float = 2.0
+    eject_max_s: float = 60.0
+    return_s: float = 10.0
+    max_ejected_share: float = 0.5
+    silence_s: float = 2.0
+    header_timeout_s: float = 5.0
+    health_interval_s: float = 2.0
+    health_timeout_s: float = 2.0
+    health_path: str = "/health"
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,12 +25,18 @@ CONTENT_FORMATS = ("string", "openai")
 ROUTE_PREFIX = "x-extproc-"
 
 
+Kind = Literal["integer", "number", "string", "boolean", "weights"]
+
+#: What a weight in a "weights" setting may be.
+MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One row of a settings table. ``low`` and ``high`` are inclusive; ``default`` None means unset."""
 
     name: str
-    kind: Literal["integer", "number", "string", "boolean"]
+    kind: Kind
     default: Any
     help: str
     unit: str = ""
@@ -41,7 +47,7 @@ class Setting:
     @property
     def row(self) -> str:
         """The setting as a row of the table in docs/configuration.md."""
-        default = "" if self.default is None else _plain(self.default)
+        default = "" if self.default in (None, ()) else _plain(self.default)
         cells = (f"`{self.name}`", self.kind, self.unit, default, self.bounds, self.help)
         return f"| {' | '.join(cells)} |"
 
@@ -68,9 +74,7 @@ class SettingError:
 _DEFAULTS = PoolSettings()
 
 
-def _pool(
-    name: str, kind: Literal["integer", "number", "string", "boolean"], help: str, **more: Any
-) -> Setting:
+def _pool(name: str, kind: Kind, help: str, **more: Any) -> Setting:
     return Setting(name=name, kind=kind, default=getattr(_DEFAULTS, name), help=help, **more)
 
 
@@ -89,6 +93,14 @@ POOL_SETTINGS: tuple[Setting, ...] = (
         unit="requests",
         low=1,
         high=1_000_000,
+    ),
+    _pool(
+        "max_pending_prefill_tokens",
+        "integer",
+        "Uncached prompt tokens that may wait at a worker; above it another takes the request. Unset: any.",
+        unit="tokens",
+        low=1,
+        high=10_000_000_000,
     ),
     _pool(
         "max_load_ratio",
@@ -198,6 +210,104 @@ POOL_SETTINGS: tuple[Setting, ...] = (
         high=60.0,
     ),
     _pool("metrics_path", "string", "Path of the workers' metrics page, read over plain HTTP."),
+    _pool(
+        "shed_after_ms",
+        "number",
+        "Expected time to first token above which a request is answered 429 at once; unset: never.",
+        unit="ms",
+        low=1.0,
+        high=86_400_000.0,
+    ),
+    _pool(
+        "client_priority",
+        "boolean",
+        "Whether clients may set their priority by the header x-extproc-priority.",
+        choices=("true", "false"),
+    ),
+    _pool(
+        "contention_ms",
+        "number",
+        "Prefill backlog at the chosen worker from which on tenants' shares and retry budgets count.",
+        unit="ms",
+        low=0.0,
+        high=3_600_000.0,
+    ),
+    _pool(
+        "tenant_header",
+        "string",
+        "Request header that tells tenants apart, such as authorization; unset: no shares.",
+    ),
+    _pool("tenant_weights", "weights", "Shares of tenants, by header value or its digest; 1 for all others."),
+    _pool(
+        "retry_budget",
+        "number",
+        "Retries that a tenant may make for each of its requests while others wait; unset: any.",
+        low=0.0,
+        high=10.0,
+    ),
+    _pool(
+        "reject_if_empty",
+        "boolean",
+        "Answer 503 when the pool has no worker, in place of leaving the request to Envoy.",
+        choices=("true", "false"),
+    ),
+    _pool(
+        "eject_s",
+        "number",
+        "How long a failing worker gets no new prompts; each time again twice as long.",
+        unit="s",
+        low=0.01,
+        high=3600.0,
+    ),
+    _pool(
+        "eject_max_s",
+        "number",
+        "The longest such time; so long in good health takes one doubling back.",
+        unit="s",
+        low=0.01,
+        high=86_400.0,
+    ),
+    _pool(
+        "return_s",
+        "number",
+        "Time in which a worker that returns goes from one request to its full share; 0: at once.",
+        unit="s",
+        low=0.0,
+        high=3600.0,
+    ),
+    _pool(
+        "max_ejected_share",
+        "number",
+        "If more than this share of the pool is out, all count as healthy; 0: health has no effect.",
+        low=0.0,
+        high=1.0,
+    ),
+    _pool(
+        "silence_s",
+        "number",
+        "A worker asked for streams that has sent no response headers for so long is ejected; 0: never.",
+        unit="s",
+        low=0.0,
+        high=3600.0,
+    ),
+    _pool(
+        "header_timeout_s",
+        "number",
+        "How long Envoy waits for the headers of a stream before it tries the next worker; 0: no limit.",
+        unit="s",
+        low=0.0,
+        high=3600.0,
+    ),
+    _pool(
+        "health_interval_s",
+        "number",
+        "How often each worker's health page is asked; 0 is never.",
+        unit="s",
+        low=0.0,
+        high=3600.0,
+    ),
+    _pool("health_timeout_s", "number", "How long its answer may take.", unit="s", low=0.01, high=60.0),
+    _pool("health_path", "string", "Path of the workers' health page, asked over plain HTTP."),
 )
 
 _BY_NAME = {setting.name: setting for setting in POOL_SETTINGS}
@@ -211,6 +321,15 @@ WORKER_SETTINGS: tuple[Setting, ...] = (
         unit="requests",
         low=_BY_NAME["max_inflight"].low,
         high=_BY_NAME["max_inflight"].high,
+    ),
+    Setting(
+        "max_pending_prefill_tokens",
+        "integer",
+        None,
+        "As the pool's, for this worker.",
+        unit="tokens",
+        low=_BY_NAME["max_pending_prefill_tokens"].low,
+        high=_BY_NAME["max_pending_prefill_tokens"].high,
     ),
     Setting(
         "weight",
@@ -234,6 +353,14 @@ WORKER_SETTINGS: tuple[Setting, ...] = (
 ROUTE_SETTINGS: tuple[Setting, ...] = (
     Setting("x-extproc-pool", "string", None, "The pool for this route's requests, by name."),
     Setting("x-extproc-policy", "string", None, "The policy for this route's requests.", choices=POLICIES),
+    Setting(
+        "x-extproc-priority",
+        "integer",
+        None,
+        "The priority of this route's requests, whatever clients say; the lowest are refused first.",
+        low=-4,
+        high=4,
+    ),
     Setting(
         "x-extproc-debug",
         "boolean",
@@ -282,6 +409,8 @@ def _convert(setting: Setting, value: Any) -> Any:
             if value not in ("true", "false"):
                 raise ValueError("must be true or false")
             return value == "true"
+        case "weights":
+            return _weights(value)
     number = _number(value)
     if setting.kind == "integer":
         if isinstance(number, float):
@@ -295,6 +424,25 @@ def _convert(setting: Setting, value: Any) -> Any:
     if setting.high is not None and number > setting.high:
         raise ValueError("is too large")
     return number
+
+
+def _weights(value: Any) -> tuple[tuple[str, float], ...]:
+    """Names and weights from an object, or from pairs as they come out."""
+    if isinstance(value, tuple | list) and all(isinstance(p, tuple | list) and len(p) == 2 for p in value):
+        pairs = list(value)
+    elif isinstance(value, Mapping):
+        pairs = list(value.items())
+    else:
+        raise ValueError("must be an object of names and weights")
+    weights = []
+    for name, weight in pairs:
+        if not isinstance(name, str) or not name:
+            raise ValueError("has a name that is no text")
+        number = float(_number(weight))
+        if not MIN_WEIGHT <= number <= MAX_WEIGHT:
+            raise ValueError(f"has a weight out of bounds for {name}")
+        weights.append((name, number))
+    return tuple(weights)
 
 
 def _number(value: Any) -> int | float:
@@ -320,6 +468,8 @@ def _number(value: Any) -> int | float:
 def _fix(setting: Setting) -> str:
     if setting.choices:
         return f"use one of {setting.bounds}"
+    if setting.kind == "weights":
+        return f"use an object of names and weights from {_plain(MIN_WEIGHT)} to {_plain(MAX_WEIGHT)}"
     if setting.kind == "string":
         return "give a name in quotes"
     kind = "a whole number" if setting.kind == "integer" else "a number"
@@ -347,6 +497,7 @@ class RouteOverrides:
 
     pool: str | None = None
     policy: str | None = None
+    priority: int | None = None
     debug: bool = False
 
 

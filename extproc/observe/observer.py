@@ -24,6 +24,8 @@ from prometheus_client.registry import Collector
 from extproc import __version__
 from extproc.observe.logs import Seldom
 from extproc.prompt import Unreadable
+from extproc.routing.admission import Shed
+from extproc.routing.demand import Demand
 from extproc.routing.health import Change, State
 from extproc.routing.load import Worker
 from extproc.routing.pool import Decision, Pool
@@ -62,6 +64,12 @@ class Observer:
             "extproc_unrouted",
             "Requests left to Envoy's own balancing, by reason.",
             ["reason"],
+            registry=registry,
+        )
+        self._shed = Counter(
+            "extproc_shed",
+            "Requests refused in place of a worker, by reason.",
+            ["pool", "reason"],
             registry=registry,
         )
         self._moved = Counter(
@@ -146,6 +154,30 @@ class Observer:
         self._unrouted.labels(reason).inc()
         if held := self._seldom((reason, detail)):
             self.log.warning("request left to Envoy", reason=reason, detail=detail, requests=held)
+
+    def shed(
+        self,
+        pool: str,
+        shed: Shed,
+        request_id: str,
+        demand: Demand | None = None,
+        decision: Decision | None = None,
+    ) -> None:
+        """A request was refused. Of its tenant, only the digest is told."""
+        self._shed.labels(pool, shed.reason).inc()
+        event = {
+            "request_id": request_id,
+            "pool": pool,
+            "reason": shed.reason,
+            "status": shed.status,
+            "retry_after_s": shed.retry_after_s,
+            "tenant": demand.tenant or None if demand else None,
+            "priority": demand.priority if demand else None,
+            "predicted_ttft_ms": round(decision.predicted_ttft_s * 1000, 1) if decision else None,
+        }
+        self.log.debug("refused", **event)
+        if held := self._seldom(("shed", pool, shed.reason, demand.tenant if demand else "")):
+            self.log.warning("requests are refused", **event, requests=held)
 
     def unreadable(self, pool: str, reason: Unreadable, request_id: str) -> None:
         """No prompt: routed by load, left to the engine to judge."""

@@ -10,7 +10,8 @@ before the first token, and its gauges are seconds late.
 
 from __future__ import annotations
 
-from extproc.fleet.config import EndpointConfig
+from extproc.fleet.config import EndpointConfig, PoolSettings
+from extproc.routing.health import Health
 
 
 class Worker:
@@ -19,9 +20,12 @@ class Worker:
     __slots__ = (
         "address",
         "cluster",
+        "engine_started_s",
         "free_at_s",
+        "health",
         "in_flight",
         "max_inflight",
+        "max_pending_prefill_tokens",
         "name",
         "oldest_s",
         "prefill_s_per_token",
@@ -30,31 +34,43 @@ class Worker:
         "weight",
     )
 
-    def __init__(self, endpoint: EndpointConfig, slot: int, prefill_s_per_token: float) -> None:
+    def __init__(self, endpoint: EndpointConfig, slot: int, settings: PoolSettings) -> None:
         self.address = endpoint.address
         self.name = endpoint.address.encode()  # what rendezvous hashing knows it by
         self.slot = slot  # its number in the cache picture
         self.in_flight = 0  # requests
         self.free_at_s = 0.0  # the fluid prefill queue is empty then
-        self.prefill_s_per_token = prefill_s_per_token
+        self.prefill_s_per_token = 1.0 / settings.prefill_tokens_per_s
         self.room_tokens = 0.0  # free space in its cache, as pictured
         self.oldest_s: float | None = None  # last use of what it would evict first
-        self.configure(endpoint)
+        self.engine_started_s: float | None = None  # start of the engine's process (Unix time), if told
+        self.health = Health(settings)
+        self.configure(endpoint, settings)
 
-    def configure(self, endpoint: EndpointConfig) -> None:
+    def configure(self, endpoint: EndpointConfig, settings: PoolSettings) -> None:
         """Take over what the YAML may change while the worker stays."""
         self.cluster = endpoint.cluster
         self.max_inflight = endpoint.max_inflight
+        self.max_pending_prefill_tokens = (
+            endpoint.max_pending_prefill_tokens or settings.max_pending_prefill_tokens
+        )
         self.weight = endpoint.weight
+        self.health.configure(settings)
 
     def backlog_s(self, now: float) -> float:
         """Seconds of prefill that wait in front of a new request."""
         return max(0.0, self.free_at_s - now)
 
-    @property
-    def has_room(self) -> bool:
-        """Below its limit of requests in flight."""
-        return self.in_flight < self.max_inflight
+    def pending_prefill_tokens(self, now: float) -> float:
+        """Uncached prompt tokens that wait in front of a new request."""
+        return self.backlog_s(now) / self.prefill_s_per_token
+
+    def has_room(self, now: float) -> bool:
+        """Below its limits."""
+        limit = self.max_pending_prefill_tokens
+        return self.in_flight < self.max_inflight and (
+            limit is None or self.pending_prefill_tokens(now) < limit
+        )
 
     def __repr__(self) -> str:
         return f"<Worker {self.address} in_flight={self.in_flight}/{self.max_inflight}>"

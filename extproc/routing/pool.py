@@ -16,8 +16,9 @@ from xxhash import xxh3_64_intdigest
 from extproc.fleet.config import EndpointConfig, PoolConfig
 from extproc.prefix import PrefixChain
 from extproc.routing.cache import CachePicture
+from extproc.routing.health import Cause, Change, Probe, State, usable
 from extproc.routing.load import Worker
-from extproc.routing.policy import POLICIES, Query, least_request
+from extproc.routing.policy import POLICIES, Policy, Query, least_request
 from extproc.routing.records import Decided, Ended, Moved, Record
 
 #: A cache of unknown size is pictured as this large; it bounds the router's memory.
@@ -58,7 +59,17 @@ class Decision:
 class Ticket:
     """One request between its decision and the end of its stream."""
 
-    __slots__ = ("chain", "decided_s", "decision", "miss_tokens", "prefilled_s", "serial", "worker")
+    __slots__ = (
+        "chain",
+        "decided_s",
+        "decision",
+        "miss_tokens",
+        "prefilled_s",
+        "serial",
+        "stream",
+        "waiting",
+        "worker",
+    )
 
     def __init__(self, serial: int, worker: Worker, chain: PrefixChain | None, miss: int, now: float) -> None:
         self.serial = serial
@@ -68,6 +79,8 @@ class Ticket:
         self.decided_s = now
         self.prefilled_s = now  # when its prefill will be done, by the fluid queue
         self.decision: Decision | None = None
+        self.stream = False  # the client wants a stream, so that headers are due at once
+        self.waiting = False  # no response headers so far
 
 
 class Pool:
@@ -79,15 +92,24 @@ class Pool:
         *,
         origin: int = 0,
         publish: Callable[[Record], None] | None = None,
+        changed: Callable[[Pool, Worker, Change], None] = lambda pool, worker, change: None,
+        suspect: Callable[[Pool, Worker], None] = lambda pool, worker: None,
     ) -> None:
-        """``origin`` names this router among replicas; ``publish`` gets a record of all it does."""
+        """``origin`` names this router among replicas; ``publish`` gets a record of all it does.
+
+        ``changed`` is told of each change of a worker's health, ``suspect`` of workers to be probed now.
+        """
         self.name = config.name
         self.settings = config.settings
         self.picture = CachePicture(config.settings.block_tokens)
         self.origin = origin
         self._publish = publish
+        self._changed = changed
+        self._suspect = suspect
+        self._unwell: set[Worker] = set()  # all but the healthy; mostly empty, which keeps decisions quick
         self._workers: dict[str, Worker] = {}
         self._list: list[Worker] = []
+        self._limits_prefill = False  # whether any worker has a max_pending_prefill_tokens
         self._departed: dict[str, Worker] = {}  # gone from the YAML, with requests still in flight
         self._serial = 0
         self._tickets: set[Ticket] = set()
@@ -119,9 +141,10 @@ class Pool:
             if worker is None:
                 self._workers[address] = self._add(endpoint)
             else:
-                worker.configure(endpoint)
+                worker.configure(endpoint, self.settings)
                 self.resize_cache(worker, self._cache_tokens(endpoint))
         self._list = [self._workers[address] for address in wanted]
+        self._limits_prefill = any(w.max_pending_prefill_tokens is not None for w in self._list)
 
     def _cache_tokens(self, endpoint: EndpointConfig) -> int:
         return endpoint.cache_tokens or self.settings.cache_tokens or UNKNOWN_CACHE_TOKENS
@@ -130,16 +153,19 @@ class Pool:
         slot = self.picture.add_worker(self._cache_tokens(endpoint))
         worker = self._departed.pop(endpoint.address, None)
         if worker is None:
-            worker = Worker(endpoint, slot, 1.0 / self.settings.prefill_tokens_per_s)
+            worker = Worker(endpoint, slot, self.settings)
         else:  # back while some of its old requests still run: their count goes on
             worker.slot = slot
-            worker.configure(endpoint)
-        self._observe_cache(worker)
+            worker.configure(endpoint, self.settings)
+            if worker.health.state is not State.HEALTHY:
+                self._unwell.add(worker)
+        self.observe_cache(worker)
         return worker
 
     def _remove(self, worker: Worker) -> None:
         self.picture.remove_worker(worker.slot)
         worker.slot = -1
+        self._unwell.discard(worker)
         if worker.in_flight:
             self._departed[worker.address] = worker
 
@@ -153,13 +179,74 @@ class Pool:
         """The engine, or the YAML, told how many tokens the worker's KV cache holds."""
         if worker.slot >= 0:
             self.picture.resize(worker.slot, capacity_tokens)
-            self._observe_cache(worker)
+            self.observe_cache(worker)
 
-    def restarted(self, worker: Worker) -> None:
-        """The engine started anew: its cache is empty."""
+    def restarted(self, worker: Worker, now: float) -> None:
+        """The engine started anew: its cache is empty, and old failures are not its own."""
+        self._forget_cache(worker)
+        self._note(worker, worker.health.restarted(now))
+
+    def _forget_cache(self, worker: Worker) -> None:
         if worker.slot >= 0:
             self.picture.clear(worker.slot)
-            self._observe_cache(worker)
+            self.observe_cache(worker)
+
+    # --- health ----------------------------------------------------------------------------------
+
+    def probed(self, worker: Worker, probe: Probe, asked_s: float, now: float) -> None:
+        """The worker's health page was asked at ``asked_s``."""
+        change = worker.health.probed(probe, asked_s, now)
+        if change is not None and change.before is State.EJECTED and change.cause is Cause.REFUSED:
+            self._forget_cache(worker)  # its port was closed, so that is another process
+        self._note(worker, change)
+
+    def check(self, now: float) -> None:
+        """What time shows: silence, and the end of ejections. Call it a few times a second."""
+        for worker in self._list:
+            self._note(worker, worker.health.advance(now))
+            self._note(worker, worker.health.listen(now))
+
+    def heard(self, ticket: Ticket, upstream: str, attempts: int, status: int, now: float) -> None:
+        """Response headers came: what they say of the workers. Call it before `served_by`.
+
+        ``attempts``: 0 when unknown. Workers are blamed for a request that another one could serve; one
+        that fails everywhere may be the fault itself, so it only makes them suspects.
+        """
+        decision = ticket.decision
+        if ticket not in self._tickets or decision is None:
+            return
+        self._stop_waiting(ticket)
+        served = self._workers.get(upstream)
+        if served is not None:
+            self._note(served, served.health.answered(status, now))
+            if status >= 500:
+                self._suspect(self, served)
+        failed = decision.order[: max(0, attempts - 1 if upstream else attempts)]
+        for worker in failed:
+            if worker is served:
+                continue
+            if served is not None and 0 < status < 500:
+                self._note(worker, worker.health.failed(Cause.UNREACHED, now))
+            self._suspect(self, worker)
+
+    def _stop_waiting(self, ticket: Ticket) -> None:
+        if ticket.waiting and ticket.decision is not None:
+            ticket.waiting = False
+            ticket.decision.worker.health.settled(stream=ticket.stream)
+
+    def _note(self, worker: Worker, change: Change | None) -> None:
+        if change is None:
+            return
+        if worker.slot >= 0 and change.after is not State.HEALTHY:
+            self._unwell.add(worker)
+        else:
+            self._unwell.discard(worker)
+        self._changed(self, worker, change)
+
+    @property
+    def panic(self) -> bool:
+        """Whether so many workers are out that all count as healthy."""
+        return bool(self._unwell) and usable(self._list, self.settings.max_ejected_share)[1]
 
     # --- a request's life ------------------------------------------------------------------------
 
@@ -169,17 +256,26 @@ class Pool:
         ``chain``: None when the prompt could not be read; the request then goes by load alone.
         ``policy``: overrides the pool's own.
         """
-        workers = self._list
+        workers: Sequence[Worker] = self._list
         if not workers:
             return None
         serial = self._serial = self._serial + 1
         name = policy or self.settings.policy
         rank = POLICIES[name]
-        in_flight = sum([w.in_flight for w in workers])
+        panic = False
+        if self._unwell:
+            for worker in list(self._unwell):
+                self._note(worker, worker.health.advance(now))
+            workers, panic = usable(workers, self.settings.max_ejected_share)
+        mean_in_flight = sum([w.in_flight for w in workers]) / len(workers)
         candidates: Sequence[Worker] = [w for w in workers if w.in_flight < w.max_inflight]
+        if self._limits_prefill:
+            candidates = [w for w in candidates if w.has_room(now)]
+        if self._unwell and not panic:
+            candidates = [w for w in candidates if w.health.has_room(w.in_flight, mean_in_flight, now)]
         overflow = not candidates
         if overflow:
-            candidates = workers
+            candidates = [w for w in workers if w.health.state is State.HEALTHY] or workers
         cached: dict[int, int] = {}
         tokens = 0
         # Without a prompt every request has a key of its own, so that ties are spread.
@@ -191,31 +287,57 @@ class Pool:
                 slot: min(blocks * block, tokens)
                 for slot, blocks in self.picture.lookup(chain.hashes).items()
             }
-        query = Query(key, tokens, cached, serial, in_flight / len(workers))
+        query = Query(key, tokens, cached, serial, mean_in_flight)
         if overflow or (chain is None and name not in _BLIND):
             rank = least_request
         ranking = rank(query, candidates, self.settings, now)
         order = tuple(ranking.order[: self.settings.fallbacks + 1])
+        if panic:
+            order = self._well_behind(order, rank, query, now)
+        elif len(order) <= self.settings.fallbacks and len(order) < len(workers):
+            # Behind those with room come busy ones, before Envoy takes any, the ejected among them.
+            busy = [w for w in rank(query, workers, self.settings, now).order if w not in order]
+            order = (*order, *busy)[: self.settings.fallbacks + 1]
         chosen = order[0]
         reason = ranking.reason
         if overflow:
             reason = "overflow"
-        elif len(candidates) < len(workers) and self._was_passed_over(query, chosen, name, now):
-            reason = "limit"
+        elif len(candidates) < len(self._list):
+            reason = self._why_passed_over(query, chosen, rank, now) or reason
         hit = cached.get(chosen.slot, 0)
         ttft_s = chosen.backlog_s(now) + (tokens - hit) * chosen.prefill_s_per_token
         return Decision(self.name, name, reason, order, tokens, hit, ttft_s, overflow, tuple(ranking.costs_s))
 
-    def _was_passed_over(self, query: Query, chosen: Worker, policy: str, now: float) -> bool:
-        """Whether the choice would have been another worker, but for its limit."""
-        unlimited = POLICIES[policy](query, self._list, self.settings, now).order[0]
-        return unlimited is not chosen and not unlimited.has_room
+    def _why_passed_over(self, query: Query, chosen: Worker, rank: Policy, now: float) -> str:
+        """Why the choice isn't the one that it would be among all workers; "" if it is."""
+        favourite = rank(query, self._list, self.settings, now).order[0]
+        if favourite is chosen:
+            return ""
+        if favourite.health.state is not State.HEALTHY:
+            return "health"
+        return "" if favourite.has_room(now) else "limit"
 
-    def begin(self, decision: Decision, chain: PrefixChain | None, now: float) -> Ticket:
-        """The decision goes to Envoy: count it."""
+    def _well_behind(
+        self, order: tuple[Worker, ...], rank: Policy, query: Query, now: float
+    ) -> tuple[Worker, ...]:
+        """In a panic any worker may be first, but behind it come those that are thought to live."""
+        well = [w for w in self._list if not w.health.out]
+        if not well:
+            return order
+        first, *others = order
+        behind = [*rank(query, well, self.settings, now).order, *others]
+        return (first, *[w for w in dict.fromkeys(behind) if w is not first][: self.settings.fallbacks])
+
+    def begin(
+        self, decision: Decision, chain: PrefixChain | None, now: float, *, stream: bool = False
+    ) -> Ticket:
+        """The decision goes to Envoy: count it. ``stream``: the client wants a stream."""
         miss = decision.prompt_tokens - decision.cached_tokens
         ticket = Ticket(self._serial, decision.worker, chain, miss, now)
         ticket.decision = decision
+        ticket.stream = stream
+        ticket.waiting = True
+        decision.worker.health.sent(now, stream=stream)
         self._tickets.add(ticket)
         self._charge(ticket, decision.worker, now)
         if self._publish is not None:
@@ -237,6 +359,7 @@ class Pool:
         if ticket not in self._tickets:
             return
         self._tickets.remove(ticket)
+        self._stop_waiting(ticket)
         self._settle(ticket, now, output_tokens)
         if self._publish is not None:
             self._publish(Ended(self.origin, ticket.serial, output_tokens))
@@ -258,7 +381,7 @@ class Pool:
         # A chain from before a reload may have blocks of another size.
         if chain is not None and chain.block_tokens == self.picture.block_tokens:
             self.picture.touch(worker.slot, chain.hashes, now)
-        self._observe_cache(worker)
+        self.observe_cache(worker)
 
     def _refund(self, ticket: Ticket) -> None:
         """The worker never did the work."""
@@ -296,7 +419,8 @@ class Pool:
         worker.free_at_s -= max(0.0, left_s)
         self._leave(worker)
 
-    def _observe_cache(self, worker: Worker) -> None:
+    def observe_cache(self, worker: Worker) -> None:
+        """Tell the worker's account what the picture says of its cache's room."""
         worker.room_tokens = self.picture.free_blocks(worker.slot) * self.picture.block_tokens
         worker.oldest_s = self.picture.oldest_s(worker.slot)
 

@@ -17,7 +17,7 @@ C = 1 / SETTINGS.prefill_tokens_per_s
 
 
 def fleet(n: int = 4) -> list[Worker]:
-    workers = [Worker(EndpointConfig("10.0.0.1", 8000 + i, "c", 120), i, C) for i in range(n)]
+    workers = [Worker(EndpointConfig("10.0.0.1", 8000 + i, "c", 120), i, SETTINGS) for i in range(n)]
     for worker in workers:
         worker.room_tokens = 1e9
     return workers
