@@ -23,7 +23,7 @@ _COUNTERS = (
 )
 
 #: A process's start is told in seconds since 1970, in floating point.
-_SAME_START_S = 1.0
+SAME_START_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,9 @@ def restarted(previous: EngineReport, current: EngineReport) -> bool:
     Its process has another start, its cache another size, or a counter went back. The last serves engines
     whose metrics come from several processes: they don't tell a start.
     """
-    if _differ(previous.started_s, current.started_s, _SAME_START_S):
+    if differ(previous.started_s, current.started_s, SAME_START_S):
         return True
-    if _differ(previous.cache_tokens, current.cache_tokens, 0.0):
+    if differ(previous.cache_tokens, current.cache_tokens, 0.0):
         return True
     return any(_went_back(getattr(previous, name), getattr(current, name)) for name in _COUNTERS)
 
@@ -92,7 +92,8 @@ def hit_ratio(previous: EngineReport | None, current: EngineReport) -> float | N
     return min(1.0, hits / queries) if queries > 0 else None
 
 
-def _differ(before: float | None, after: float | None, tolerance: float) -> bool:
+def differ(before: float | None, after: float | None, tolerance: float) -> bool:
+    """Whether both are known and further apart than ``tolerance``."""
     return before is not None and after is not None and abs(after - before) > tolerance
 
 

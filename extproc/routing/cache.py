@@ -23,19 +23,19 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 
-class _Node:
+class Node:
     """A run of blocks: ``hashes[i]`` is the chained hash of the prompt up to and with that block."""
 
     __slots__ = ("children", "full", "hashes", "length", "parent", "partial")
 
-    def __init__(self, hashes: array[int], length: int, parent: _Node | None) -> None:
+    def __init__(self, hashes: array[int], length: int, parent: Node | None) -> None:
         self.hashes = hashes
         self.length = length  # blocks; more than len(hashes) only for anonymous nodes (output tokens)
         self.parent = parent
-        self.children: dict[int, _Node] | None = None
+        self.children: dict[int, Node] | None = None
         self.full = 0  # bit mask of the slots that hold the whole run
         self.partial: dict[int, int] | None = None  # slot -> blocks held, fewer than length
 
@@ -49,7 +49,7 @@ class _Holdings:
         self.capacity_blocks = capacity_blocks
         self.used_blocks = 0
         self.output_tokens = 0.0  # generated tokens that don't fill a block yet
-        self.lru: OrderedDict[_Node, float] = OrderedDict()  # node -> time of the last touch (s)
+        self.lru: OrderedDict[Node, float] = OrderedDict()  # node -> time of the last touch (s)
 
 
 class CachePicture:
@@ -62,7 +62,7 @@ class CachePicture:
     def __init__(self, block_tokens: int) -> None:
         """``block_tokens``: tokens in a block of the chains that will be looked up here."""
         self.block_tokens = block_tokens
-        self._root = _Node(array("Q"), 0, None)
+        self.root = Node(array("Q"), 0, None)
         self._holdings: dict[int, _Holdings] = {}
         self._free_slots: list[int] = []
 
@@ -103,7 +103,7 @@ class CachePicture:
     def lookup(self, hashes: Sequence[int]) -> dict[int, int]:
         """How many leading blocks of the chain each worker holds: {slot: blocks}, only those with any."""
         found: dict[int, int] = {}
-        node, offset, total = self._root, 0, len(hashes)
+        node, offset, total = self.root, 0, len(hashes)
         alive = -1  # every slot
         while offset < total and node.children is not None:
             child = node.children.get(hashes[offset])
@@ -150,13 +150,18 @@ class CachePicture:
 
     def nodes(self) -> int:
         """Nodes in the tree, for metrics and benchmarks."""
-        count, stack = 0, [self._root]
+        count, stack = 0, [self.root]
         while stack:
             node = stack.pop()
             if node.children:
                 count += len(node.children)
                 stack.extend(node.children.values())
         return count
+
+    def holdings(self, slot: int) -> Iterator[tuple[Node, int, float]]:
+        """What the worker holds, least recently used first: (node, blocks of it, last use in s)."""
+        for node, used_s in self._holdings[slot].lru.items():
+            yield node, self._held(node, slot), used_s
 
     # --- learning --------------------------------------------------------------------------------
 
@@ -183,7 +188,7 @@ class CachePicture:
         blocks = int(holdings.output_tokens // self.block_tokens)
         if blocks:
             holdings.output_tokens -= blocks * self.block_tokens
-            node = _Node(array("Q"), blocks, None)
+            node = Node(array("Q"), blocks, None)
             node.full = 1 << slot
             holdings.lru[node] = now
             holdings.used_blocks += blocks
@@ -191,17 +196,17 @@ class CachePicture:
 
     # --- the tree --------------------------------------------------------------------------------
 
-    def _path(self, hashes: Sequence[int]) -> list[_Node]:
+    def _path(self, hashes: Sequence[int]) -> list[Node]:
         """The nodes that spell exactly this chain, made or split as needed."""
-        path: list[_Node] = []
-        node, offset, total = self._root, 0, len(hashes)
+        path: list[Node] = []
+        node, offset, total = self.root, 0, len(hashes)
         while offset < total:
             if node.children is None:
                 node.children = {}
             child = node.children.get(hashes[offset])
             if child is None:
                 rest = array("Q", hashes[offset:])
-                child = node.children[rest[0]] = _Node(rest, len(rest), node)
+                child = node.children[rest[0]] = Node(rest, len(rest), node)
             else:
                 matched = _common(child.hashes, hashes, offset)
                 if matched < child.length:
@@ -211,7 +216,7 @@ class CachePicture:
             node = child
         return path
 
-    def _split(self, node: _Node, at: int) -> _Node:
+    def _split(self, node: Node, at: int) -> Node:
         """Cut a run in two; returns the new head.
 
         The old node stays the tail, so it keeps its place in every worker's order. The head becomes
@@ -220,7 +225,7 @@ class CachePicture:
         parent = node.parent
         assert parent is not None
         assert parent.children is not None
-        head = _Node(node.hashes[:at], at, parent)
+        head = Node(node.hashes[:at], at, parent)
         parent.children[head.hashes[0]] = head
         node.hashes = node.hashes[at:]
         node.length -= at
@@ -243,8 +248,8 @@ class CachePicture:
         for slot in (*_slots(head.full), *head_partial):
             lru = self._holdings[slot].lru
             recent = next(reversed(lru.values())) if lru else 0.0
-            above: _Node | None = head
-            while above is not None and above is not self._root:
+            above: Node | None = head
+            while above is not None and above is not self.root:
                 lru[above] = recent
                 lru.move_to_end(above)
                 above = above.parent
@@ -256,7 +261,7 @@ class CachePicture:
         while holdings.used_blocks > holdings.capacity_blocks and holdings.lru:
             node = next(iter(holdings.lru))
             bit = 1 << slot
-            held = node.length if node.full & bit else (node.partial or {})[slot]
+            held = self._held(node, slot)
             over = holdings.used_blocks - holdings.capacity_blocks
             if over >= held:
                 del holdings.lru[node]
@@ -270,7 +275,11 @@ class CachePicture:
             holdings.used_blocks -= over
             self._shrink(node)
 
-    def _forget(self, node: _Node, slot: int) -> None:
+    @staticmethod
+    def _held(node: Node, slot: int) -> int:
+        return node.length if node.full >> slot & 1 else (node.partial or {})[slot]
+
+    def _forget(self, node: Node, slot: int) -> None:
         """The worker no longer holds any of the node."""
         node.full &= ~(1 << slot)
         if node.partial is not None:
@@ -283,7 +292,7 @@ class CachePicture:
             else:
                 self._shrink(node)
 
-    def _shrink(self, node: _Node) -> None:
+    def _shrink(self, node: Node) -> None:
         """Drop the end of a run that nobody holds any more."""
         if node.full or node.children or node.partial is None:
             return
@@ -296,7 +305,7 @@ class CachePicture:
         if not node.partial:
             node.partial = None
 
-    def _detach(self, node: _Node) -> None:
+    def _detach(self, node: Node) -> None:
         parent = node.parent
         if parent is None or parent.children is None or not len(node.hashes):
             return
@@ -304,7 +313,7 @@ class CachePicture:
             del parent.children[node.hashes[0]]
             if not parent.children:
                 parent.children = None
-                if parent is not self._root:
+                if parent is not self.root:
                     self._shrink(parent)
 
 

@@ -127,11 +127,11 @@ def check(picture: CachePicture) -> None:
             assert 0 < held <= node.length
             used += held
             parent = node.parent
-            if parent is not None and parent is not picture._root:
+            if parent is not None and parent is not picture.root:
                 assert parent.full >> slot & 1, "a child is held only below a whole parent"
                 assert place[parent] > place[node], "a head outlives its tail"
         assert used == holdings.used_blocks <= holdings.capacity_blocks
-    stack = [picture._root]
+    stack = [picture.root]
     while stack:
         node = stack.pop()
         for first, child in (node.children or {}).items():
