@@ -206,7 +206,9 @@ class Scraper:
     def _is_another(self, target: Target, report: EngineReport) -> bool:
         """Whether the engine started anew since the last reading, or since a restored picture was saved."""
         worker, before = target.worker, target.state.report
-        known_start_s, worker.engine_started_s = worker.engine_started_s, report.started_s
+        known_start_s = worker.engine_started_s
+        if report.started_s is not None:
+            worker.engine_started_s = report.started_s
         if before is not None:
             return restarted(before, report)
         return differ(known_start_s, report.started_s, SAME_START_S)
