@@ -54,6 +54,8 @@ class Setting:
     @property
     def bounds(self) -> str:
         """The allowed values as text: ``1 to 100000``, or the choices."""
+        if self.kind == "boolean":
+            return "true, false"
         if self.choices:
             return ", ".join(self.choices)
         if self.low is None or self.high is None:
@@ -222,7 +224,6 @@ POOL_SETTINGS: tuple[Setting, ...] = (
         "client_priority",
         "boolean",
         "Whether clients may set their priority by the header x-extproc-priority.",
-        choices=("true", "false"),
     ),
     _pool(
         "contention_ms",
@@ -249,7 +250,6 @@ POOL_SETTINGS: tuple[Setting, ...] = (
         "reject_if_empty",
         "boolean",
         "Answer 503 when the pool has no worker, in place of leaving the request to Envoy.",
-        choices=("true", "false"),
     ),
     _pool(
         "eject_s",
@@ -366,7 +366,6 @@ ROUTE_SETTINGS: tuple[Setting, ...] = (
         "boolean",
         False,
         "Answer with response headers that tell worker, reason and estimated cached share.",
-        choices=("true", "false"),
     ),
 )
 
@@ -466,7 +465,7 @@ def _number(value: Any) -> int | float:
 
 
 def _fix(setting: Setting) -> str:
-    if setting.choices:
+    if setting.choices or setting.kind == "boolean":
         return f"use one of {setting.bounds}"
     if setting.kind == "weights":
         return f"use an object of names and weights from {_plain(MIN_WEIGHT)} to {_plain(MAX_WEIGHT)}"
@@ -497,8 +496,8 @@ class RouteOverrides:
 
     pool: str | None = None
     policy: str | None = None
-    priority: int | None = None
     debug: bool = False
+    priority: int | None = None
 
 
 def route_overrides(metadata: Iterable[tuple[str, str | bytes]]) -> tuple[RouteOverrides, list[str]]:
