@@ -125,7 +125,7 @@ async def reset_in_the_stream(http: Client, text: str) -> str:
     except aiohttp.ClientPayloadError:
         pass
     else:  # a reset overtakes what Envoy hasn't read yet, the headers at worst
-        assert answer.status == 503
+        assert answer.status in (502, 503)
     return "reset in the stream"
 
 
