@@ -36,7 +36,7 @@ ROUND_ROBIN = "round robin"
 AFFINITY = "prefix affinity"
 MODEL = "emulated"
 #: Of each arm's requests, the first that are left out: caches are empty and all streams start at once.
-WARMUP_SHARE = 0.25
+WARMUP_SHARE = 1 / 3
 #: Seconds between lines of progress where there is no terminal.
 _PLAIN_PROGRESS_S = 10.0
 _PLAIN_WIDTH = 120
@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--streams", type=_at_least_one, default=100, help="closed-loop clients (default: %(default)s)")
     add("--personas", type=_at_least_one, default=40, help="distinct long prompts (default: %(default)s)")
     add("--workers", type=_at_least_one, default=8, help="emulated vLLM workers (default: %(default)s)")
-    add("--requests", type=_at_least_one, default=10, help="requests a stream (default: %(default)s)")
-    add("--speedup", type=float, default=5.0, help="engine time over real time (default: %(default)s)")
+    add("--requests", type=_at_least_one, default=6, help="requests a stream (default: %(default)s)")
+    add("--speedup", type=float, default=3.0, help="engine time over real time (default: %(default)s)")
     add("--seed", type=int, default=1, help="of prompts and draws (default: %(default)s)")
     add(
         "--rows",
@@ -117,7 +117,10 @@ def _measure(
     count = max(workload.personas for workload in workloads)
     personas = [make_persona(index, args.seed, MODEL) for index in range(count)]
     rows = []
-    for workload in workloads:
+    for row, workload in enumerate(workloads):
+        if row:
+            # It remembers what the caches held, and they are about to be emptied.
+            stack.router.restart()
         for arm, url in ((ROUND_ROBIN, stack.round_robin_url), (AFFINITY, stack.url)):
             _reset(stack)
             rows.append(_run_arm(console, stack, workload, personas, arm, url, args))
@@ -224,8 +227,8 @@ def _late_s(stack: Stack) -> float:
 
 def _caption(args: argparse.Namespace) -> str:
     return (
-        f"Both ways start with empty caches. The first {WARMUP_SHARE:.0%} of each one's requests are warm-up "
-        "and left out (failures count).\n"
+        "Both ways start with empty caches. The first third of each one's requests is warm-up and left out "
+        "(failures count).\n"
         f"TTFT: time to first token, in model time (wall time x {args.speedup:g}). "
         "Cached: share of prompt tokens, as the engines report it.\n"
         "Busiest: requests of the busiest worker over the mean. Time: wall clock, warm-up included."

@@ -30,13 +30,13 @@ def test_a_small_swarm(tmp_path):
         "requests": 10,
         "speedup": 20.0,
         "seed": 1,
-        "warmup_share": 0.25,
+        "warmup_share": 1 / 3,
     }
     before, after = report["rows"]
     assert (before["arm"], after["arm"]) == ("round robin", "prefix affinity")
     for row in (before, after):
         assert row["workload"] == "swarm"
-        assert row["requests"] == 90
+        assert row["requests"] == 80
         assert row["failures"] == 0
         assert 0 < row["ttft_p50_s"] <= row["ttft_p90_s"] <= row["ttft_p99_s"]
         assert row["busiest_over_mean"] >= 1
