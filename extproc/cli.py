@@ -15,6 +15,7 @@ COMMANDS = {
     "serve": ("extproc.serve", "run the router: an Envoy ext_proc server"),
     "health": ("extproc.health", "ask a running router whether it serves"),
     "demo": ("extproc.sim.demo", "real Envoy, the router and emulated workers: see the difference"),
+    "drill": ("extproc.sim.drill", "break emulated workers under load: what do clients notice?"),
     "worker": ("extproc.sim.worker", "run one emulated vLLM worker"),
     "simulate": ("extproc.sim.simulate", "what would routing do for my traffic? in virtual time"),
     "bench": ("extproc.bench.command", "measure the router's own cost"),

@@ -58,6 +58,8 @@ class Driver:
         self.speedup = speedup
         self.generations: dict[str, Generation] = {}
         self.dead: str | None = None
+        #: Steps take so many times as long (an emulated fault).
+        self.slowness = 1.0
         #: Wall seconds written off because the process got no CPU.
         self.late_s = 0.0
         self._start_s = time.monotonic()
@@ -115,7 +117,7 @@ class Driver:
                 planned_s = time.monotonic()
                 continue
             self._note_admitted()
-            planned_s += duration_s / self.speedup
+            planned_s += duration_s * self.slowness / self.speedup
             delay_s = planned_s - time.monotonic()
             if delay_s < -_MAX_LAG_S:
                 self.late_s -= delay_s

@@ -173,7 +173,7 @@ class Worker:
 
     async def _scrape(self, _: web.Request) -> web.Response:
         return web.Response(
-            body=self.metrics.text(),
+            body=self.faults.page(self.metrics.text(), time.monotonic()),
             headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"},
         )
 
@@ -212,6 +212,7 @@ class Worker:
 
     async def _disarm_fault(self, _: web.Request) -> web.Response:
         self.faults.arm(None)
+        self.driver.slowness = 1.0
         return _json(msgspec.json.encode(self.faults.state()))
 
     async def _arm_fault(self, request: web.Request) -> web.Response:
@@ -223,6 +224,8 @@ class Worker:
             self._spawn(self._refuse(fault.seconds))
         elif fault.kind == "crash":
             self._spawn(self._crash())
+        elif fault.kind == "slow":
+            self._spawn(self._slow(fault))
         else:
             self.faults.arm(fault)
         response = _json(msgspec.json.encode(self.faults.state()))
@@ -238,6 +241,12 @@ class Worker:
         if seconds:
             await asyncio.sleep(seconds)
             await self._listen(port)
+
+    async def _slow(self, fault: Fault) -> None:
+        self.driver.slowness = fault.factor
+        if fault.seconds:
+            await asyncio.sleep(fault.seconds)
+            self.driver.slowness = 1.0
 
     async def _crash(self) -> None:
         self.driver.kill(_ENGINE_DEAD)
