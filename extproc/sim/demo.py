@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--personas", type=_at_least_one, default=40, help="distinct long prompts (default: %(default)s)")
     add("--workers", type=_at_least_one, default=8, help="emulated vLLM workers (default: %(default)s)")
     add("--requests", type=_at_least_one, default=6, help="requests a stream (default: %(default)s)")
-    add("--speedup", type=float, default=3.0, help="engine time over real time (default: %(default)s)")
+    add("--speedup", type=float, default=4.0, help="engine time over real time (default: %(default)s)")
     add("--seed", type=int, default=1, help="of prompts and draws (default: %(default)s)")
     add(
         "--rows",
