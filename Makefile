@@ -6,7 +6,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: run test check format compose-test proto lock clean help
+.PHONY: run test test-engine check format compose-test proto lock clean help
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -25,6 +25,9 @@ run: $(STAMP) ## real Envoy + router + emulated workers: round robin against pre
 
 test: $(STAMP) ## all tests (ARGS="-k name" to choose)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-engine: $(STAMP) ## against a real vLLM: VLLM=/path/to/vllm MODEL=/path/to/small-model
+	$(BIN)/python -m pytest tests/engine -m engine $(ARGS)
 
 check: $(STAMP) ## linter, formatter, strict types, generated code up to date
 	$(BIN)/ruff check .

@@ -32,13 +32,16 @@ HOST = "127.0.0.1"
 class StackConfig:
     """What to start.
 
-    ``worker_arguments``: further options of ``extproc worker``. ``envoy_yaml``: which shipped file.
+    ``worker_arguments``: further options of ``extproc worker``. ``worker_ports``: workers that run on this
+    host already, of any kind; none is started then, ``workers`` doesn't count, and they are left running.
+    ``envoy_yaml``: which shipped file.
     ``router``, ``envoy``: whether to start them. ``round_robin``: add Envoy's own round robin on a port.
     ``edit``: changes the derived bootstrap, as plain data, before anything reads it.
     """
 
     workers: int = 2
     worker_arguments: tuple[str, ...] = ()
+    worker_ports: tuple[int, ...] = ()
     router: bool = True
     router_arguments: tuple[str, ...] = ()
     envoy: bool = True
@@ -55,8 +58,9 @@ class Stack:
         self.config = config or StackConfig()
         self._envoy_binary = find_envoy() if self.config.envoy else ""
         self.folder = Path(tempfile.mkdtemp(prefix="extproc-"))
-        ports = iter(free_ports(self.config.workers + 5))
-        self.worker_ports = [next(ports) for _ in range(self.config.workers)]
+        started = 0 if self.config.worker_ports else self.config.workers
+        ports = iter(free_ports(started + 5))
+        self.worker_ports = list(self.config.worker_ports) or [next(ports) for _ in range(started)]
         self.listener_port = next(ports)
         self.round_robin_port = next(ports)
         self.admin_port = next(ports)
@@ -69,7 +73,7 @@ class Stack:
         self.worker_urls = [f"http://{HOST}:{port}" for port in self.worker_ports]
         self.envoy_config = self.folder / "envoy.yaml"
         self.bootstrap = self._bootstrap()
-        self.workers = [self._worker(index, port) for index, port in enumerate(self.worker_ports)]
+        self.workers = [self._worker(index, port) for index, port in enumerate(self.worker_ports[:started])]
         self.router = self._router()
         self.envoy = self._envoy()
 
