@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from extproc.exchange import DEBUG_HEADER, STREAMED_CHUNK_BYTES, Exchange, State
+from extproc.exchange import DEBUG_HEADER, STREAMED_CHUNK_BYTES, TRY_TIMEOUT_HEADER, Exchange, State
 from extproc.fleet.config import EndpointConfig, PoolConfig, PoolSettings, RouterConfig, Steering
 from extproc.fleet.settings import RouteOverrides
 from extproc.observe.observer import Observer
 from extproc.router import Router
+from extproc.routing.health import Probe
 from extproc.wire import (
     HeaderMap,
     HeaderMutation,
@@ -387,6 +388,28 @@ def test_metadata_alone_needs_no_mutation() -> None:
     common = Life().send(request_headers(), request_body())[-1].request_body.response
     assert not common.header_mutation.set_headers
     assert not common.clear_route_cache
+
+
+def test_only_a_stream_that_can_go_elsewhere_has_its_wait_for_headers_bounded() -> None:
+    stream = json.dumps(json.loads(BODY) | {"stream": True}).encode()
+
+    def bound(life: Life, body: bytes) -> str | None:
+        reply = life.send(request_headers(), request_body(body))[-1]
+        found = set_headers(reply.request_body.response.header_mutation).get(TRY_TIMEOUT_HEADER)
+        life.close()
+        life.exchange = life.another()
+        return found
+
+    life = Life()
+    assert bound(life, stream) == "5000"
+    assert bound(life, BODY) is None
+    pool = life.router.pools["pool"]
+    for worker in pool.workers:
+        pool.probed(worker, Probe.REFUSED, life.now, life.now)
+    assert bound(life, stream) is None, "nobody else is any better"
+    assert bound(Life(config(header_timeout_s=0.25)), stream) == "250"
+    assert bound(Life(config(header_timeout_s=0)), stream) is None
+    assert bound(Life(config(fallbacks=0)), stream) is None
 
 
 def test_the_pick_has_as_many_fallbacks_as_the_pool_says() -> None:

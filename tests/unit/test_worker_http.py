@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import re
 import signal
 import sys
 from contextlib import asynccontextmanager
@@ -401,6 +402,40 @@ async def test_a_crash_ends_streams_and_health():
             assert response.status == 503
         assert (await post(client, chat()))[0] == 500
         await until(worker.stopped.is_set)
+
+
+async def test_a_slow_engine_and_its_recovery():
+    async with serving() as (worker, client):
+        await post(client, {"fail": "slow", "factor": 7}, "/emulate")
+        await until(lambda: worker.driver.slowness == 7)
+        async with client.delete("/emulate"):
+            assert worker.driver.slowness == 1
+        await post(client, {"fail": "slow", "factor": 7, "seconds": 0.05}, "/emulate")
+        await until(lambda: worker.driver.slowness == 7)
+        await until(lambda: worker.driver.slowness == 1)
+
+
+async def load_gauges(client):
+    async with client.get("/metrics") as response:
+        return re.findall(r"^vllm:num_requests_running\{.*?\} (\S+)", await response.text(), re.MULTILINE)
+
+
+async def test_a_metrics_page_that_lies():
+    async with serving(STUCK) as (_, client):
+        await post(client, {"fail": "freeze"}, "/emulate")
+        assert await load_gauges(client) == ["0.0"]
+        async with client.post(CHAT, json=chat(LONG, stream=True)):
+            assert await load_gauges(client) == ["0.0"]
+            await post(client, {"fail": "zero"}, "/emulate")
+            assert await load_gauges(client) == ["0.0"]
+            async with client.delete("/emulate"):
+                assert await load_gauges(client) == ["1.0"]
+            await post(client, {"fail": "lag", "seconds": 0.1}, "/emulate")
+            assert await load_gauges(client) == ["1.0"]
+        await asyncio.sleep(0.2)
+        await load_gauges(client)
+        await asyncio.sleep(0.2)
+        assert await load_gauges(client) == ["0.0"]
 
 
 @pytest.mark.parametrize(
