@@ -15,7 +15,7 @@ from extproc.fleet.config import PoolSettings
 from extproc.sim.product import TRUTH, Distortion
 from extproc.sim.result import Result, summarize
 from extproc.sim.scenarios import SCENARIOS, Knobs, Scenario, router_maker, trace_scenario
-from extproc.sim.simulation import Fleet, Simulation
+from extproc.sim.simulation import Fleet, Restart, Simulation
 
 #: What policies are measured against, if it is among them.
 YARDSTICK = "oracle"
@@ -48,6 +48,7 @@ class Setup:
     delay_s: float | None = 0.1
     settings: PoolSettings = field(default_factory=PoolSettings)
     distortion: Distortion = TRUTH
+    restart: Restart | None = None
 
     def fleet(self, scenario: Scenario) -> Fleet:
         """The scenario's fleet with what was asked for instead."""
@@ -62,12 +63,13 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run."""
+    """One run. ``note``: what tells it from others of the same scenario, for its workload's name."""
 
     source: Source
     policy: str
     seed: int
     setup: Setup = field(default_factory=Setup)
+    note: str = ""
 
 
 def run_cell(cell: Cell) -> Result:
@@ -83,8 +85,10 @@ def run_cell(cell: Cell) -> Result:
         replicas=1 if cell.policy.startswith("oracle") else setup.replicas,
         delay_s=setup.delay_s,
         seed=cell.seed,
+        restart=setup.restart,
     )
-    return summarize(simulation.run(), workload=scenario.name, policy=cell.policy, seed=cell.seed)
+    name = f"{scenario.name} {cell.note}".strip()
+    return summarize(simulation.run(), workload=name, policy=cell.policy, seed=cell.seed)
 
 
 def run_cells(cells: Sequence[Cell], jobs: int, done: Callable[[int], None]) -> list[Result]:

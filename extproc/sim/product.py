@@ -14,6 +14,7 @@ from xxhash import xxh3_64_intdigest
 from extproc.fleet.config import EndpointConfig, PoolConfig, PoolSettings
 from extproc.prefix import PrefixChain
 from extproc.router import DEFAULT_MAX_OUTPUT_TOKENS, TPOT_S
+from extproc.routing import snapshot
 from extproc.routing.pool import Pool, Ticket
 from extproc.routing.records import Record
 from extproc.sim.simulation import Flight, Worker
@@ -69,7 +70,11 @@ class PoolRouter:
         self._tickets: dict[int, tuple[Ticket, float]] = {}  # flight index → ticket, predicted TTFT in s
         self._index: dict[str, int] = {}
         self._records: list[Record] = []
-        self.pool = Pool(self._config(), origin=replica, publish=self._records.append)
+        self._replica = replica
+        self.pool = self._new_pool()
+
+    def _new_pool(self) -> Pool:
+        return Pool(self._config(), origin=self._replica, publish=self._records.append)
 
     def route(self, flight: Flight, now: float) -> int:
         """As `extproc.router.Router.route` does."""
@@ -82,7 +87,10 @@ class PoolRouter:
 
     def ended(self, flight: Flight, now: float) -> None:
         """As `extproc.router.Router.ended` does, for a client that sets no ``max_tokens``."""
-        ticket, ttft_s = self._tickets.pop(flight.index)
+        known = self._tickets.pop(flight.index, None)
+        if known is None:
+            return  # decided before a restart
+        ticket, ttft_s = known
         decoding_s = max(0.0, now - ticket.decided_s - ttft_s)
         self.pool.end(ticket, now, min(decoding_s / TPOT_S, float(DEFAULT_MAX_OUTPUT_TOKENS)))
 
@@ -114,6 +122,14 @@ class PoolRouter:
     def apply(self, record: Record, now: float) -> None:
         """Another replica's record."""
         self.pool.apply(record, now)
+
+    def restart(self, now: float, *, keep: bool) -> None:
+        """As a new process: nothing in flight, the picture empty or as it was (``extproc serve --state``)."""
+        state = snapshot.save({self.pool.name: self.pool}, now, now) if keep else None
+        self._tickets.clear()
+        self.pool = self._new_pool()
+        if state is not None:
+            snapshot.restore(state, {self.pool.name: self.pool}, now, now)
 
     def _config(self) -> PoolConfig:
         return PoolConfig("workers", tuple(self._endpoints.values()), self._settings)

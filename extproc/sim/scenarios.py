@@ -14,11 +14,16 @@ from pathlib import Path
 from extproc.fleet.config import PoolSettings
 from extproc.routing.policy import POLICIES
 from extproc.sim import rivals
+from extproc.sim.engine import CostModel
 from extproc.sim.oracle import Oracle
 from extproc.sim.product import TRUTH, Distortion, PoolRouter
 from extproc.sim.simulation import Fleet, FleetChange, Router
 from extproc.sim.trace import Recorded, TraceWorkload, read_trace
 from extproc.sim.workload import Burst, Chat, Mixed, Rag, Swarm, Unique, Workload, even, zipf
+
+_COST = CostModel()
+#: GPU seconds of a swarm's request whose persona is cached, in batches of 16: what a load of 1 is made of.
+_WARM_TURN_S = _COST.step_duration_s(500, 0) + 120 * (_COST.decode_s + _COST.step_s / 16)
 
 #: Share of the fleet's time that a trace would take without any cache hit, unless ``--load`` says otherwise.
 DEFAULT_LOAD = 0.7
@@ -26,7 +31,11 @@ DEFAULT_LOAD = 0.7
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """What the command line may change in a scenario; None leaves it as it is."""
+    """What the command line may change in a scenario; None leaves it as it is.
+
+    ``load``: of open loops, and of swarms, which become open by it. 1 is about what the fleet can do: with no
+    cache hit for a trace, with nothing but its own turn to prefill for a swarm.
+    """
 
     streams: int | None = None
     personas: int | None = None
@@ -52,6 +61,7 @@ def _swarm(
             seed,
             weights=law(knobs.personas or 40),
             streams=knobs.streams or streams,
+            rate=None if knobs.load is None else knobs.load * capacity(fleet) / _WARM_TURN_S,
             shared_head_tokens=head,
         )
 

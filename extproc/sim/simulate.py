@@ -75,6 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         whom.add_argument(
             f"--{name}-error", type=_factor, default=1.0, metavar="X", help=f"multiply {help_text} by X"
         )
+    whom.add_argument(
+        "--restart",
+        choices=("empty", "saved"),
+        help="the first router restarts at half time, with nothing or with the state it saved",
+    )
     where = parser.add_argument_group("fleet")
     where.add_argument("--workers", type=_positive, metavar="N", help="engines (8)")
     where.add_argument("--cache-tokens", type=_positive, metavar="N", help="KV cache of each (190000)")
@@ -82,6 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--speeds", type=_speeds, metavar="X,Y", help="relative speeds, repeated over the workers"
     )
     how = parser.add_argument_group("output")
+    how.add_argument(
+        "--sweep", type=_sweep, metavar="OPTION=A,B", help=f"run for each value of {', '.join(_SWEEPS)}"
+    )
     how.add_argument("--suite", action="store_true", help="every workload; a matrix relative to the oracle")
     how.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     how.add_argument("--report", type=Path, metavar="FILE", help="write an HTML page with pictures there")
@@ -96,8 +104,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         setup, sources, policies = _plan(args)
         cells = [
-            Cell(source, policy, seed, setup)
+            Cell(source, policy, seed, each, note)
             for source in sources
+            for note, each in _swept(setup, args.sweep)
             for policy in policies
             for seed in range(1, args.seeds + 1)
         ]
@@ -112,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"extproc simulate: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
     table = rows(results)
-    (_print_suite if args.suite else _print_table)(table)
+    (_print_sweep if args.sweep else _print_suite if args.suite else _print_table)(table)
     requests = sum(interval.requests for result in results for interval in result.intervals)
     took = time.perf_counter() - began
     print(f"\n{requests:,} requests in {len(cells)} runs took {took:.1f} s.")
@@ -146,6 +155,7 @@ def _plan(args: argparse.Namespace) -> tuple[Setup, list[Source], list[str]]:
         delay_s=args.delay_s,
         settings=settings,
         distortion=Distortion(args.token_error, args.cache_error, args.rate_error),
+        restart=args.restart,
     )
     default = "all" if args.suite else "" if args.trace else "swarm-100"
     names = _choose("--workload", args.workload or default, SCENARIOS)
@@ -155,6 +165,28 @@ def _plan(args: argparse.Namespace) -> tuple[Setup, list[Source], list[str]]:
         sources += [Source(args.trace.stem, args.trace.absolute(), load, args.trace_limit) for load in loads]
     chosen = args.policies or (_SUITE_POLICIES if args.suite else _DEFAULT_POLICIES)
     return setup, sources, _choose("--policies", chosen, POLICY_NAMES)
+
+
+def _swept(setup: Setup, sweep: tuple[str, list[float]] | None) -> list[tuple[str, Setup]]:
+    """The setup for each value of a sweep, and the value in words."""
+    if sweep is None:
+        return [("", setup)]
+    name, values = sweep
+    return [(f"{name}={value:g}", _SWEEPS[name](setup, value)) for value in values]
+
+
+_SWEEPS: dict[str, Callable[[Setup, float], Setup]] = {
+    "load": lambda s, v: replace(s, knobs=replace(s.knobs, load=v)),
+    "streams": lambda s, v: replace(s, knobs=replace(s.knobs, streams=round(v))),
+    "personas": lambda s, v: replace(s, knobs=replace(s.knobs, personas=round(v))),
+    "workers": lambda s, v: replace(s, workers=round(v)),
+    "cache-tokens": lambda s, v: replace(s, cache_tokens=round(v)),
+    "replicas": lambda s, v: replace(s, replicas=round(v)),
+    "delay-ms": lambda s, v: replace(s, delay_s=v / 1000),
+    "token-error": lambda s, v: replace(s, distortion=replace(s.distortion, tokens=v)),
+    "cache-error": lambda s, v: replace(s, distortion=replace(s.distortion, cache=v)),
+    "rate-error": lambda s, v: replace(s, distortion=replace(s.distortion, rate=v)),
+}
 
 
 def _choose(option: str, text: str, known: Iterable[str]) -> list[str]:
@@ -208,6 +240,22 @@ def _print_table(table: Sequence[Row]) -> None:
     print("\nTTFT in ms; hits: share of prompt tokens from cache; busiest: its requests against the mean.")
 
 
+def _print_sweep(table: Sequence[Row]) -> None:
+    """Each measure over the values: policies by values."""
+    for measure, title, form in (
+        ("ttft_mean", "TTFT mean, s", "{:.3f}"),
+        ("ttft_p99", "TTFT p99, s", "{:.3f}"),
+        ("e2e_mean", "end to end, mean, s", "{:.2f}"),
+        ("throughput", "requests a second", "{:.1f}"),
+        ("hit", "prompt tokens from cache", "{:.1%}"),
+    ):
+        cells: dict[str, dict[str, float]] = {}
+        for row in table:
+            cells.setdefault(row.policy, {})[row.workload] = getattr(row, measure)
+        columns = list(dict.fromkeys(row.workload for row in table))
+        _matrix(title, columns, cells, form.format)
+
+
 def _print_suite(table: Sequence[Row]) -> None:
     """A matrix for each measure: policies by workloads, relative to the yardstick."""
     measures = (
@@ -243,6 +291,7 @@ def _matrix(
 
 
 def _short(name: str) -> str:
+    name = name.rpartition("=")[2]  # in a sweep the value is enough
     return name if len(name) <= 9 else name[:4] + "…" + name[-4:]
 
 
@@ -287,6 +336,13 @@ def _factor_of(text: str, what: str) -> float:
     if not 0.01 <= value <= 100:
         raise argparse.ArgumentTypeError(f"{text} is not a {what} from 0.01 to 100")
     return value
+
+
+def _sweep(text: str) -> tuple[str, list[float]]:
+    name, _, values = text.partition("=")
+    if name not in _SWEEPS:
+        raise argparse.ArgumentTypeError(f"{text}: write OPTION=A,B,C with one of {', '.join(_SWEEPS)}")
+    return name, [float(value) for value in values.split(",")]
 
 
 def _delay(text: str) -> float | None:

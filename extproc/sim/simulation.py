@@ -9,14 +9,17 @@ replica that sees a request, so a run is determined by its workload, router and 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
-from typing import Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from extproc.sim.engine import CostModel, Engine, EngineConfig, EngineRequest
 from extproc.sim.workload import BLOCK_TOKENS, SimRequest, Workload
+
+#: How a router restarts.
+Restart = Literal["empty", "saved"]
 
 #: More decode steps than ever pass without an event.
 _MANY_STEPS = 1_000_000
@@ -114,10 +117,20 @@ class Router(Protocol):
         ...
 
 
+@runtime_checkable
+class Restartable(Protocol):
+    """A router that can lose its memory."""
+
+    def restart(self, now: float, *, keep: bool) -> None:
+        """Start anew; ``keep``: with what it saved at the last moment."""
+        ...
+
+
+@runtime_checkable
 class Gossip(Protocol):
     """A router whose replicas tell each other."""
 
-    def records(self) -> Sequence[object]:
+    def records(self) -> Iterable[object]:
         """What happened here since the last call, for the other replicas."""
         ...
 
@@ -139,6 +152,8 @@ class Simulation:
     """One run. ``make_router(replica)`` is called once for each replica.
 
     ``delay_s``: until a record of one replica reaches the others; None: they don't talk.
+    ``restart``: the first replica starts anew when half of the requests have arrived, "empty" or with the
+    state that it had "saved"; what it had in flight is no longer its own.
     """
 
     def __init__(
@@ -151,6 +166,7 @@ class Simulation:
         replicas: int = 1,
         delay_s: float | None = 0.1,
         seed: int = 0,
+        restart: Restart | None = None,
     ) -> None:
         self.fleet = fleet
         self.workers: list[Worker] = []
@@ -159,6 +175,7 @@ class Simulation:
         self._workload = workload
         self._requests = requests
         self._delay_s = delay_s if replicas > 1 else None
+        self._restart = restart
         self._random = Random(f"{seed} replicas")
         self._serial = count()
         self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
@@ -196,6 +213,10 @@ class Simulation:
     def _arrive(self, request: SimRequest) -> None:
         if len(self.flights) >= self._requests:
             return
+        if self._restart is not None and len(self.flights) == self._requests // 2:
+            router = self.routers[0]
+            if isinstance(router, Restartable):
+                router.restart(self.now, keep=self._restart == "saved")
         flight = Flight(len(self.flights), request, self.now)
         self.flights.append(flight)
         if len(self.routers) > 1:
@@ -279,7 +300,7 @@ class Simulation:
         if self._delay_s is None:
             return
         router = self.routers[replica]
-        if not hasattr(router, "records"):
+        if not isinstance(router, Gossip):
             return
         for record in router.records():
             for other, peer in enumerate(self.routers):
