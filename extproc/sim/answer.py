@@ -108,5 +108,5 @@ class Answer:
             prompt_tokens=prompt_tokens,
             completion_tokens=self.tokens,
             cached_tokens=cached if details else None,
-            created_tokens=full - cached if full else None,
+            created_tokens=max(0, full - cached) if self.call.kind == "chat" else None,
         )

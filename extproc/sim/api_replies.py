@@ -25,7 +25,7 @@ class Usage:
     """Token counts of one call, summed over its prompts and answers.
 
     ``cached_tokens`` is None where the engine does not report it, ``created_tokens`` (prompt tokens newly put
-    into the cache) None where the prompt fills no block.
+    into the cache) None for completions, which don't have it.
     """
 
     prompt_tokens: int

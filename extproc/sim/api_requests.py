@@ -79,21 +79,22 @@ def parse_call(kind: Kind, body: bytes, content_type: str, limits: Limits) -> Ca
         # The completions API has always stopped at 16 tokens unless told otherwise.
         asked = fields.get("max_tokens", 16)
     longest = max(map(tokens.count, prompts))
-    room = limits.max_model_len - longest
-    if room < 1:
-        raise _too_long(longest, limits)
-    if asked is None:
-        output_tokens = min(limits.default_output_tokens, room)
-    else:
-        output_tokens = _count("max_tokens", asked)
-        if output_tokens > room:
-            raise _too_long(longest, limits, output_tokens)
+    wanted = limits.default_output_tokens if asked is None else _integer("max_tokens", asked)
+    if wanted > limits.max_model_len and asked is not None:
+        message = f"max_tokens={wanted} cannot be greater than max_model_len={limits.max_model_len}."
+        raise _bad_value("max_tokens", wanted, f"{message} Please request fewer output tokens.")
+    if longest > limits.max_model_len:
+        # The tokenizer stops behind the limit, so it doesn't know how long a longer text is.
+        known = kind == "completion" and not _is_text(fields["prompt"])
+        raise _too_long(longest if known else limits.max_model_len + 1, limits)
+    # What there is no room for is not generated; no room at all is an error.
+    output_tokens = _positive("max_tokens", min(wanted, limits.max_model_len - longest))
     options = fields.get("stream_options")
     return Call(
         kind=kind,
         model=model,
         prompts=prompts,
-        n=_count("n", fields.get("n") or 1),
+        n=_positive("n", _integer("n", fields.get("n") or 1)),
         output_tokens=output_tokens,
         finish_reason="stop" if asked is None else "length",
         stream=fields.get("stream") is True,
@@ -108,12 +109,15 @@ def decode_object(body: bytes, content_type: str) -> dict[str, Any]:
     if content_type.partition(";")[0].strip().lower() != "application/json":
         message = "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
         raise ApiError(400, message, "Bad Request")
+    if not body:
+        raise _missing("body", None)
     try:
         decoded = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError):
         decoded = _decode_leniently(body)
     if not isinstance(decoded, dict):
-        raise _invalid("model_attributes_type", "body", "Input should be a valid dictionary or object")
+        message = "Input should be a valid dictionary or object to extract fields from"
+        raise _invalid("model_attributes_type", "body", message, decoded)
     return decoded
 
 
@@ -136,7 +140,7 @@ def render_chat(fields: dict[str, Any]) -> bytes:
     """Tokens of a chat: tools and template arguments, messages, the head of the answer. Raises ApiError."""
     messages = fields.get("messages")
     if not isinstance(messages, list):
-        raise _missing("messages")
+        raise _missing("body.messages", fields)
     out = [tokens.BEGIN]
     if tools := fields.get("tools"):
         out += (tokens.TOOLS, tokens.encode(_json(_normal_tools(tools))))
@@ -145,7 +149,7 @@ def render_chat(fields: dict[str, Any]) -> bytes:
             out += (tokens.TOOLS, tokens.encode(name), tokens.encode(_json(value)))
     for index, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise _missing(f"messages.{index}.role")
+            raise _missing(f"body.messages.{index}.role", message)
         out += (tokens.MESSAGE_START, tokens.encode(message["role"]))
         _render_content(out, message.get("content"), index)
         if calls := message.get("tool_calls"):
@@ -171,7 +175,8 @@ def _render_content(out: list[bytes], content: Any, index: int) -> None:
                 out += (tokens.PART, tokens.encode(_json(part)))
         out.append(tokens.encode("\n".join(texts)))
     elif content is not None:
-        raise _invalid("string_type", f"body.messages.{index}.content", "Input should be a valid string")
+        place = f"body.messages.{index}.content"
+        raise _invalid("string_type", place, "Input should be a valid string", content)
 
 
 def _normal_tools(tools: Any) -> Any:
@@ -196,15 +201,20 @@ def _completion_prompts(fields: dict[str, Any]) -> list[bytes]:
     if isinstance(prompt, str):
         return [_completion_text(prompt)]
     if not isinstance(prompt, list) or not prompt:
-        raise _missing("prompt")
-    if all(isinstance(item, str) for item in prompt):
+        message = "Either prompt or prompt_embeds must be provided and non-empty. (parameter=prompt)"
+        raise ApiError(400, message, param="prompt")
+    if _is_text(prompt):
         return [_completion_text(item) for item in prompt]
     lists = prompt if isinstance(prompt[0], list) else [prompt]
     try:
         return [tokens.from_ids(ids) for ids in lists]
     except (TypeError, OverflowError):
         message = "Input should be a string, a list of strings, or token ids"
-        raise _invalid("prompt_type", "body.prompt", message) from None
+        raise _invalid("prompt_type", "body.prompt", message, prompt) from None
+
+
+def _is_text(prompt: Any) -> bool:
+    return isinstance(prompt, str) or all(isinstance(item, str) for item in prompt)
 
 
 def _completion_text(prompt: str) -> bytes:
@@ -221,41 +231,41 @@ def _model(fields: dict[str, Any], limits: Limits) -> str:
     return str(model)
 
 
-def _count(name: str, value: Any) -> int:
+def _integer(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise _invalid("int_type", f"body.{name}", "Input should be a valid integer")
-    if value < 1:
-        raise ApiError(400, f"{name} must be at least 1, got {value}.", param=name)
+        raise _invalid("int_type", f"body.{name}", "Input should be a valid integer", value)
     return value
 
 
-def _too_long(prompt_tokens: int, limits: Limits, output_tokens: int = 0) -> ApiError:
-    length = f"This model's maximum context length is {limits.max_model_len} tokens. However, you"
-    please = "Please reduce the length of the input prompt"
-    if output_tokens:
-        total = prompt_tokens + output_tokens
-        message = (
-            f"{length} requested {output_tokens} output tokens and your prompt contains {prompt_tokens} "
-            f"input tokens, for a total of {total} tokens. {please} or the number of requested output "
-            f"tokens. (parameter=max_tokens, value={output_tokens})"
-        )
-        return ApiError(400, message, param="max_tokens")
-    # The engine stops tokenising at the limit, so it names the limit and not the prompt's real length.
-    at_least = limits.max_model_len + 1
+def _positive(name: str, value: int) -> int:
+    if value < 1:
+        raise _bad_value(name, value, f"{name} must be at least 1, got {value}.")
+    return value
+
+
+def _too_long(prompt_tokens: int, limits: Limits) -> ApiError:
+    at_least = "at least " if prompt_tokens == limits.max_model_len + 1 else ""
     message = (
-        f"{length}r prompt contains at least {at_least} input tokens, which exceeds this limit even without "
-        f"any output tokens. {please}. (parameter=input_tokens, value={at_least})"
+        f"This model's maximum context length is {limits.max_model_len} tokens. However, your prompt "
+        f"contains {at_least}{prompt_tokens} input tokens, which exceeds this limit even without any output "
+        "tokens. Please reduce the length of the input prompt."
     )
-    return ApiError(400, message, param="input_tokens")
+    return _bad_value("input_tokens", prompt_tokens, message)
 
 
-def _missing(name: str) -> ApiError:
-    return _invalid("missing", f"body.{name}", "Field required")
+def _bad_value(name: str, value: int, message: str) -> ApiError:
+    return ApiError(400, f"{message} (parameter={name}, value={value})", param=name)
 
 
-def _invalid(kind: str, place: str, message: str) -> ApiError:
-    text = f"1 validation error:\n  {{'type': '{kind}', 'loc': '{place}', 'msg': '{message}'}}"
-    return ApiError(400, text, "Bad Request", place)
+def _missing(place: str, inside: object) -> ApiError:
+    return _invalid("missing", place, "Field required", inside)
+
+
+def _invalid(kind: str, place: str, message: str, value: object) -> ApiError:
+    """What FastAPI finds; lists and objects are told by their size alone."""
+    told = f"<{type(value).__name__} of {len(value)} items>" if isinstance(value, list | dict) else str(value)
+    error = {"type": kind, "loc": place, "msg": message, "input": told}
+    return ApiError(400, f"1 validation error:\n  {error}", "Bad Request", place)
 
 
 def _text(value: Any) -> str:

@@ -202,8 +202,7 @@ class Worker:
         return _json(msgspec.json.encode({"success": idle}))
 
     async def _unknown(self, _: web.Request) -> web.Response:
-        error = ApiError(404, "Not Found", "NotFoundError")
-        return _json(error.body(), error.status)
+        return _json(b'{"detail":"Not Found"}', 404)
 
     # -- faults -------------------------------------------------------------------------------------------
 

@@ -69,20 +69,15 @@ def stack(servers):
 
 async def test_the_router_reads_real_engines(servers, stack):
     sizes: dict[str, float] = {}
-    deadline = time.monotonic() + 60
+    deadline_s = time.monotonic() + 60
     while len(sizes) < WORKERS:
-        assert time.monotonic() < deadline, sizes
-        async with aiohttp.ClientSession() as session, session.get(stack.metrics_url) as response:
-            families = text_string_to_metric_families(await response.text())
-        sizes = {
-            sample.labels["worker"]: sample.value
-            for family in families
-            for sample in family.samples
-            if sample.name == "extproc_engine_cache_tokens"
-        }
+        assert time.monotonic() < deadline_s, sizes
+        sizes = {s.labels["worker"]: s.value for s in await scrape(stack, "extproc_engine_cache_tokens")}
         await asyncio.sleep(0.1)
-    # vLLM keeps one block back as a placeholder, and a prompt of all blocks would not be served.
-    assert sizes == {server.address: NUM_BLOCKS * real_vllm.BLOCK_TOKENS for server in servers}
+    assert set(sizes) == {server.address for server in servers}
+    # vLLM's own figure counts the placeholder, and may lack a token by rounding.
+    for size in sizes.values():
+        assert servers[0].cache_tokens <= size <= NUM_BLOCKS * real_vllm.BLOCK_TOKENS
 
 
 async def test_affinity_is_real(servers, stack, show):
@@ -92,6 +87,11 @@ async def test_affinity_is_real(servers, stack, show):
     show(f"{PROMPTS} prompts of {PROMPT_TOKENS} tokens, {WORKERS} engines; hits possible: {ceiling:.0%}")
     show(str(round_robin))
     show(str(routed))
+    (cached,), (asked,) = [
+        await scrape(stack, f"extproc_{name}_tokens_total") for name in ("cached", "prompt")
+    ]
+    show(f"the router believed {cached.value / asked.value:.1%}")
+    assert cached.value / asked.value == pytest.approx(routed.hits, abs=0.02)
     assert routed.hits >= 0.88
     assert routed.p50_s < round_robin.p50_s / 2
 
@@ -124,6 +124,13 @@ async def measure(name: str, url: str, servers: list[real_vllm.Server], seed: in
     ]
     assert sum(queries for queries, _ in grown) == REQUESTS * (PROMPT_TOKENS + QUESTION_TOKENS)
     return Outcome(name, sum(hits for _, hits in grown) / sum(q for q, _ in grown), ttft_s, wall_s)
+
+
+async def scrape(stack: Stack, name: str) -> list[Any]:
+    """The router's own samples of one name."""
+    async with aiohttp.ClientSession() as session, session.get(stack.metrics_url) as response:
+        families = text_string_to_metric_families(await response.text())
+    return [sample for family in families for sample in family.samples if sample.name == name]
 
 
 def counters(server: real_vllm.Server) -> tuple[float, float]:

@@ -14,6 +14,7 @@ import real_vllm
 from extproc.sim.process import Process, answers, free_ports
 
 NUM_BLOCKS = 130
+MAX_TOKENS = (NUM_BLOCKS - 1) * real_vllm.BLOCK_TOKENS
 LONG = [700] * 200_000
 
 
@@ -60,7 +61,10 @@ ERRORS = {
     "unknown model": ("POST", "/v1/completions", COMPLETION | {"model": "nobody"}),
     "unknown model in a chat": ("POST", "/v1/chat/completions", CHAT | {"model": "nobody"}),
     "too long": ("POST", "/v1/completions", COMPLETION | {"prompt": LONG}),
-    "too much to generate": ("POST", "/v1/completions", COMPLETION | {"max_tokens": 4157}),
+    "too long a text": ("POST", "/v1/completions", COMPLETION | {"prompt": "An apple a day. " * 5000}),
+    "no room to generate": ("POST", "/v1/completions", COMPLETION | {"prompt": LONG[:MAX_TOKENS]}),
+    "too much to generate": ("POST", "/v1/completions", COMPLETION | {"max_tokens": MAX_TOKENS + 1}),
+    "too much to generate in a chat": ("POST", "/v1/chat/completions", CHAT | {"max_tokens": MAX_TOKENS + 1}),
     "no output": ("POST", "/v1/completions", COMPLETION | {"max_tokens": 0}),
     "unknown path": ("GET", "/v1/nothing", None),
 }
@@ -76,6 +80,14 @@ def test_answers_have_vllms_shape(real, emulated, name):
         assert shape(json.loads(got[2])) == shape(json.loads(expected[2]))
     else:
         assert not got[2]
+
+
+def test_an_answer_ends_where_the_room_does(real, emulated):
+    body = COMPLETION | {"prompt": LONG[: MAX_TOKENS - 5], "max_tokens": 100}
+    replies = [real_vllm.ask(at, "POST", "/v1/completions", body) for at in (real.address, emulated)]
+    expected, got = (json.loads(reply) for _, _, reply in replies)
+    assert got["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"] == 5
+    assert got["choices"][0]["finish_reason"] == expected["choices"][0]["finish_reason"]
 
 
 @pytest.mark.parametrize("name", ERRORS)

@@ -114,6 +114,7 @@ def test_output_lengths():
     unlimited = call(messages=[USER])
     assert (unlimited.output_tokens, unlimited.finish_reason) == (32, "stop")
     assert call("completion", prompt="x").output_tokens == 16
+    assert call("completion", prompt=[7] * 995, max_tokens=100).output_tokens == 5
 
 
 # -- errors -------------------------------------------------------------------------------------------------
@@ -155,6 +156,23 @@ def test_too_long_like_vllm():
         "param": "input_tokens",
         "code": 400,
     }
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": [7] * 1000}, "max_tokens must be at least 1, got 0. (parameter=max_tokens, value=0)"),
+        ({"prompt": [7], "max_tokens": 1001}, "max_tokens=1001 cannot be greater than max_model_len=1000."),
+        ({"prompt": [7] * 2000}, "your prompt contains 2000 input tokens"),
+        ({"prompt": [7] * 1001}, "your prompt contains at least 1001 input tokens"),
+        ({"prompt": "x" * 9000}, "your prompt contains at least 1001 input tokens"),
+        ({"prompt": []}, "Either prompt or prompt_embeds must be provided"),
+    ],
+)
+def test_lengths_that_vllm_refuses(fields, message):
+    status, error = error_of("completion", json.dumps(fields).encode())
+    assert status == 400
+    assert message in error["message"]
 
 
 @pytest.mark.parametrize(
