@@ -20,6 +20,7 @@ from extproc.routing.demand import Demand, read_demand, wanted_headers
 from extproc.routing.health import Change
 from extproc.routing.load import Worker
 from extproc.routing.pool import Decision, Pool, Ticket
+from extproc.routing.queueing import Entry
 
 #: Seconds a generated token takes, to guess how many there were from how long a stream lived.
 TPOT_S = 0.025
@@ -54,6 +55,8 @@ class Routing:
     pool: Pool
     decision: Decision
     ticket: Ticket
+    gate: Admission
+    entry: Entry
     max_output_tokens: int
     request_id: str
     header_timeout_ms: int = 0
@@ -159,14 +162,15 @@ class Router:
             self._observer.unrouted("no_worker", facts.request_id, pool.name)
             return None
         demand = None
-        gate = self._gates.get(pool.name)
-        if may_refuse and gate is not None and gate.minds(facts.headers):
+        gate = self._gates[pool.name]
+        if may_refuse and gate.minds(facts.headers):
             demand = read_demand(facts.headers, body, overrides.priority, pool.settings)
             refusal = gate.admit(decision, demand, now)
             if refusal is not None:
                 self._observer.shed(pool.name, refusal, facts.request_id, demand, decision)
                 return refusal
         stream = isinstance(prompt, Prompt) and prompt.stream
+        entry = gate.began(decision, now)
         ticket = pool.begin(decision, prefix, now, stream=stream)
         self._observer.decided(decision, facts.request_id)
         # Only a stream's headers come before its work; and where nobody else is any better, waiting is.
@@ -177,6 +181,8 @@ class Router:
             pool,
             decision,
             ticket,
+            gate,
+            entry,
             max_output_tokens,
             facts.request_id,
             timeout_ms,
@@ -203,11 +209,14 @@ class Router:
             decoding_s = now - routing.ticket.decided_s - routing.decision.predicted_ttft_s
             output = min(max(decoding_s, 0.0) / TPOT_S, float(routing.max_output_tokens))
         routing.pool.end(routing.ticket, now, output)
-        if routing.demand is not None and (gate := self._gates.get(routing.pool.name)) is not None:
-            age_s = now - routing.ticket.decided_s
-            gate.ended(
-                routing.demand, age_s=age_s, status=routing.status, streamed=routing.streamed, now=now
-            )
+        routing.gate.ended(
+            routing.entry,
+            routing.demand,
+            age_s=now - routing.ticket.decided_s,
+            status=routing.status,
+            streamed=routing.streamed,
+            now=now,
+        )
         self._observer.ended(routing.decision, routing.request_id, routing.status)
 
 

@@ -13,9 +13,9 @@ doubles with each step of priority and halves with each step down, so the lowest
 own bound and a timeout can't be stretched; below priority 0 they halve, too. ``shed_after_ms`` refuses only
 where waiting is the matter: a prompt that takes longer all by itself is let in when there is no queue.
 
-``Retry-After`` comes from the fluid queue: it drains a second each second, so what was expected too late by
-``x`` seconds fits ``x`` seconds later if nothing else comes. Whole seconds, at least one; ``retry-after-ms``,
-which the OpenAI and Anthropic clients read, is exact.
+``Retry-After`` comes from the queue (`extproc.routing.queueing`): it drains a second each second, so what was
+expected too late by ``x`` seconds fits ``x`` seconds later if nothing else comes. Whole seconds, at least
+one; ``retry-after-ms``, which the OpenAI and Anthropic clients read, is exact.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from extproc.fleet.config import PoolSettings
 from extproc.routing.demand import SLO_HEADER, Demand
 from extproc.routing.fairness import FairShares
 from extproc.routing.pool import Decision, Pool
+from extproc.routing.queueing import Entry, Queues
 from extproc.routing.retries import RetryGuard
 
 
@@ -69,6 +70,7 @@ class Admission:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
+        self.queues = Queues()
         self.shares = FairShares()
         self.retries = RetryGuard()
 
@@ -85,7 +87,7 @@ class Admission:
     def admit(self, decision: Decision, demand: Demand, now: float) -> Shed | None:
         """None: the request may go where the decision says. Counts it with its tenant either way."""
         settings = self._pool.settings
-        wait_s = decision.worker.backlog_s(now)
+        wait_s = self.queues.wait_s(decision.worker, now)
         contended = wait_s > settings.contention_ms / 1000 or decision.overflow
         shed = (
             self._beyond_share(decision, demand, wait_s, contended, now)
@@ -99,9 +101,16 @@ class Admission:
             self.retries.refused(demand.body, shed.retry_after_s, now)
         return shed
 
-    def ended(self, demand: Demand, *, age_s: float, status: int, streamed: bool, now: float) -> None:
-        """An admitted request's stream is over, ``age_s`` after its decision."""
-        if demand.body:
+    def began(self, decision: Decision, now: float) -> Entry:
+        """The request goes to its worker; call it for each one, before `Pool.begin`. For `ended`."""
+        return self.queues.enter(decision.worker, decision.prompt_tokens - decision.cached_tokens, now)
+
+    def ended(
+        self, entry: Entry, demand: Demand | None, *, age_s: float, status: int, streamed: bool, now: float
+    ) -> None:
+        """An admitted request's stream is over, ``age_s`` after its decision. ``demand``: if read."""
+        self.queues.leave(entry, now)
+        if demand is not None and demand.body:
             self.retries.ended(demand.body, age_s=age_s, status=status, streamed=streamed, now=now)
 
     def _beyond_share(
@@ -147,13 +156,15 @@ class Admission:
         bound = bound_of(demand, settings, patience_s)
         if bound is None or not (contended or bound.even_alone):
             return None
-        late_s = decision.predicted_ttft_s - bound.seconds
+        miss_tokens = decision.prompt_tokens - decision.cached_tokens
+        ttft_s = self.queues.ttft_s(decision.worker, decision.prompt_tokens, miss_tokens, now)
+        late_s = ttft_s - bound.seconds
         if late_s <= 0.0:
             return None
         return Shed(
             429,
             bound.reason,
-            f"The first token is expected after {decision.predicted_ttft_s:.1f} s,"
+            f"The first token is expected after {ttft_s:.1f} s,"
             f" and this request's bound is {bound.seconds:.1f} s. Please retry later.",
             min(late_s, wait_s),
         )

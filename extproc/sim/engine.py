@@ -198,6 +198,11 @@ class Engine:
         left = sequence.request.prompt_tokens - sequence.computed - sequence.scheduled
         return left if left > 0 else 0
 
+    def cached_tokens(self, request_id: str) -> int:
+        """Prompt tokens of a request that were cached when it was first admitted; 0 while it waits."""
+        sequence = self._sequences.get(request_id)
+        return 0 if sequence is None else max(0, sequence.cached_tokens)
+
     @property
     def full(self) -> bool:
         """Whether the queue is at ``max_queued``: the server answers 503 in place of `add`."""
