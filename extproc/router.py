@@ -176,7 +176,7 @@ class Router:
         # Only a stream's headers come before its work; and where nobody else is any better, waiting is.
         timeout_ms = 0
         if stream and not decision.overflow and len(decision.order) > 1 and not pool.panic:
-            timeout_ms = round(pool.settings.header_timeout_s * 1000)
+            timeout_ms = round(decision.worker.health.header_timeout_s * 1000)
         return Routing(
             pool,
             decision,

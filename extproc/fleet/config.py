@@ -71,7 +71,7 @@ class PoolSettings:
     return_s: float = 10.0
     max_ejected_share: float = 0.5
     silence_s: float = 2.0
-    header_timeout_s: float = 5.0
+    header_timeout_s: float = 3.0
     health_interval_s: float = 2.0
     health_timeout_s: float = 2.0
     health_path: str = "/health"

@@ -158,6 +158,14 @@ class Health:
         share = (now - self._changed_s) / max(self._settings.return_s, 1e-9)
         return in_flight < max(1.0, share * mean_in_flight)
 
+    @property
+    def header_timeout_s(self) -> float:
+        """Bound on a stream's wait for headers; a trial is not worth as much waiting. 0: none."""
+        settings = self._settings
+        if self.state is State.RETURNING and not self._proven and settings.silence_s:
+            return min(settings.header_timeout_s, settings.silence_s)
+        return settings.header_timeout_s
+
     # --- requests --------------------------------------------------------------------------------
 
     def sent(self, now: float, *, stream: bool) -> None:

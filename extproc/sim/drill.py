@@ -57,6 +57,8 @@ DOWN_S, STOP_S = 5.0, 10.0
 #: Factor of the slow worker.
 SLOWNESS = 10.0
 
+_PLAIN_WIDTH = 120
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -76,6 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--workers", type=int, default=8, help="emulated vLLM workers (default: %(default)s)")
     add("--load", type=float, default=0.7, help="share of the workers' capacity (default: %(default)s)")
     add("--personas", type=int, default=64, help="distinct long prompts (default: %(default)s)")
+    add(
+        "--cold-share",
+        type=float,
+        default=0.05,
+        help="requests with a prompt that nobody has sent before (default: %(default)s)",
+    )
     add("--faults", default=",".join(FAULTS), help="which, in which order (default: %(default)s)")
     add("--seed", type=int, default=1, help="of prompts and arrivals (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the figures there, too")
@@ -85,6 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """0: no request failed but those that a killed worker was sending, and TTFT stayed within bounds."""
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _PLAIN_WIDTH
     unknown = [name for name in args.faults.split(",") if name not in FAULTS]
     if unknown:
         print(
@@ -118,6 +128,7 @@ def run(args: argparse.Namespace) -> int:
             "workers": args.workers,
             "load": args.load,
             "personas": args.personas,
+            "cold_share": args.cold_share,
             "requests_per_s": drill.rate,
             "seed": args.seed,
         }
@@ -132,13 +143,15 @@ def _tell_speed(bootstrap: envoy_setup.Json) -> None:
         }
 
 
-def request_rate(workers: int, load: float) -> float:
-    """Requests a second that keep the workers busy for this share of their time, prompts being cached.
+def request_rate(workers: int, load: float, cold_share: float) -> float:
+    """Requests a second that keep the workers busy for this share of their time, with these caches full.
 
     A step with ``b`` sequences takes ``STEP_S + b DECODE_S``, so a request costs ``DECODE_S + STEP_S / b`` a
     token; at full load ``b`` is large.
     """
-    request_s = OUTPUT_TOKENS * DECODE_S + NEW_TOKENS * PREFILL_S
+    cold_tokens = sum(PROMPT_TOKENS) / 2
+    new_tokens = cold_share * cold_tokens + (1 - cold_share) * NEW_TOKENS
+    request_s = OUTPUT_TOKENS * DECODE_S + new_tokens * PREFILL_S
     return load * workers / request_s
 
 
@@ -147,7 +160,7 @@ class Drill:
 
     def __init__(self, stack: Stack, args: argparse.Namespace, console: Console) -> None:
         self.stack = stack
-        self.rate = request_rate(args.workers, args.load)
+        self.rate = request_rate(args.workers, args.load, args.cold_share)
         self.results: list[Result] = []
         self.strikes: list[Strike] = []
         self.phases: list[Phase] = []
@@ -187,10 +200,14 @@ class Drill:
             due_s += draws.expovariate(self.rate)
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
             index = draws.randrange(len(personas))
+            persona = personas[index]
+            if draws.random() < self._args.cold_share:
+                index = len(personas) + len(self.results)
+                persona = make_persona(index, self._args.seed, MODEL, PROMPT_TOKENS)
             result = Result(len(self.results), index, time.monotonic())
             self.results.append(result)
             assert self._session is not None
-            body = personas[index].body(make_turn(draws))
+            body = persona.body(make_turn(draws))
             task = asyncio.create_task(ask(self._session, self.stack.url, body, result))
             self._open.add(task)
             task.add_done_callback(self._open.discard)

@@ -18,6 +18,9 @@ from extproc.sim.loadgen import Result
 #: TTFT's 99th percentile may grow by this factor.
 P99_BOUND = 2.0
 
+#: The JSON tells of so many slow requests.
+SLOWEST = 60
+
 _OUT = (State.EJECTED.value, State.NOT_READY.value)
 
 
@@ -74,6 +77,17 @@ class FaultFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class SlowRequest:
+    """One of the slowest; ``after_s``: its start after the fault's."""
+
+    fault: str
+    after_s: float
+    ttft_s: float
+    cached: float
+    served_by_struck: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """All figures. TTFT in seconds, of requests that succeeded."""
 
@@ -90,6 +104,7 @@ class Report:
     chaos_cached: float
     false_ejections: int
     faults: tuple[FaultFigures, ...]
+    slowest: tuple[SlowRequest, ...]
 
     @property
     def passed(self) -> bool:
@@ -120,7 +135,9 @@ def summarise(
     failures = [r for r in results if r.error and r.start_s >= quiet.begin_s]
     cut = [r for r in failures if any(_was_cut(r, strike) for strike in strikes)]
     failed = [r for r in failures if r not in cut]
-    first, second = _within(results, quiet), _within(results, chaos)
+    first = _within(results, quiet)
+    # The first fault comes an instant after the phase's begin.
+    second = _within(results, Phase(strikes[0].began_s, chaos.end_s))
     struck = {(s.worker, i) for i, s in enumerate(strikes)}
     false = [
         e
@@ -149,6 +166,20 @@ def summarise(
             _figures(strike, _within(results, Phase(strike.began_s, end_s)), cut, failed, events)
             for strike, end_s in zip(strikes, ends, strict=True)
         ),
+        slowest=tuple(
+            _slow(result, next(s for s in reversed(strikes) if s.began_s <= result.start_s))
+            for result in sorted(second, key=lambda r: r.ttft_s, reverse=True)[:SLOWEST]
+        ),
+    )
+
+
+def _slow(result: Result, strike: Strike) -> SlowRequest:
+    return SlowRequest(
+        fault=strike.fault,
+        after_s=round(result.start_s - strike.began_s, 2),
+        ttft_s=round(result.ttft_s, 2),
+        cached=round(result.cached_tokens / max(result.prompt_tokens, 1), 2),
+        served_by_struck=result.worker == strike.worker,
     )
 
 
@@ -208,7 +239,7 @@ def _cached(results: Sequence[Result]) -> float:
 def print_report(console: Console, report: Report) -> None:
     """For a terminal."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("fault")
+    table.add_column("fault", no_wrap=True)
     columns = ("requests", "cut", "failed", "TTFT p99", "max", "noticed", "as", "trial", "healthy")
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)

@@ -401,7 +401,7 @@ def test_only_a_stream_that_can_go_elsewhere_has_its_wait_for_headers_bounded() 
         return found
 
     life = Life()
-    assert bound(life, stream) == "5000"
+    assert bound(life, stream) == "3000"
     assert bound(life, BODY) is None
     pool = life.router.pools["pool"]
     for worker in pool.workers:
