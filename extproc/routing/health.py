@@ -142,6 +142,11 @@ class Health:
         """When it last sent response headers."""
         return self._heard_s
 
+    @property
+    def waiting(self) -> int:
+        """Requests for a stream that wait for headers."""
+        return self._unanswered
+
     # --- what the pool asks ----------------------------------------------------------------------
 
     @property

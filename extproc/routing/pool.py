@@ -8,7 +8,7 @@ each other decisions and ends as `extproc.routing.records`; a foreign request ha
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
@@ -298,6 +298,7 @@ class Pool:
             # Behind those with room come busy ones, before Envoy takes any, the ejected among them.
             busy = [w for w in rank(query, workers, self.settings, now).order if w not in order]
             order = (*order, *busy)[: self.settings.fallbacks + 1]
+        order = _spread_fallbacks(order, cached)
         chosen = order[0]
         reason = ranking.reason
         if overflow:
@@ -450,3 +451,18 @@ class Pool:
         """That router is gone: take its requests as ended."""
         for request in [r for r in self._foreign if r[0] == origin]:
             self._settle(self._foreign.pop(request), now, 0.0)
+
+
+def _spread_fallbacks(order: tuple[Worker, ...], cached: Mapping[int, int]) -> tuple[Worker, ...]:
+    """Let requests that wait at the same worker, which may hang, have different seconds.
+
+    The list can't be changed later, and Envoy's retries come all at once. Only workers that hold as much of
+    the prompt as the second change places.
+    """
+    waiting = order[0].health.waiting
+    if not waiting or len(order) < 3:
+        return order
+    held = cached.get(order[1].slot, 0)
+    equal = next((i for i, w in enumerate(order[1:], 1) if cached.get(w.slot, 0) != held), len(order))
+    turn = 1 + waiting % (equal - 1)
+    return (order[0], *order[turn:equal], *order[1:turn], *order[equal:])

@@ -368,6 +368,20 @@ def test_silence_ejects_the_silent_one_and_headers_bring_it_back() -> None:
     assert silent.health.state is State.RETURNING
 
 
+def test_requests_that_wait_at_one_worker_have_different_seconds() -> None:
+    it = pool(8, fallbacks=3, alpha=1000.0)
+    seconds = [send(it, chain(1), 0.0).decision for _ in range(6)]
+    orders = [decision.order for decision in seconds[1:] if decision is not None]
+    assert {order[0] for order in orders} == {orders[0][0]}
+    assert {frozenset(order) for order in orders} == {frozenset(orders[0])}
+    assert len({order[1] for order in orders[:3]}) == 3
+    answered = send(it, chain(2), 0.0)
+    it.heard(answered, answered.worker.address if answered.worker else "", 1, 200, 0.0)
+    holder = next(w for w in it.workers if w is not orders[0][0])
+    it.picture.touch(holder.slot, chain(1).hashes[:6], 0.0)
+    assert {decide(it, chain(1)).order[1] for _ in range(5)} == {holder}, "the one that holds most of it"
+
+
 def test_a_closed_port_means_another_cache_afterwards() -> None:
     it = pool(4)
     home = send(it, chain(1), 0.0).worker
