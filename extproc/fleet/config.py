@@ -56,6 +56,7 @@ class PoolSettings:
     alpha: float = 1.0
     decode_ms: float = 20.0
     eviction_weight: float = 0.5
+    spread_ms: float = 50.0
     scrape_interval_s: float = 10.0
     scrape_timeout_s: float = 3.0
     metrics_path: str = "/metrics"

@@ -15,6 +15,9 @@ only asked about workers that may take the request. To add one, write the functi
 - ``eviction_weight`` times the recomputing that this prompt causes by evicting others, discounted by
   how long the victim has not been used.
 
+On top, a prefix whose own traffic crowds its worker gets a copy on the least loaded one once that has paid
+for itself (``spread_ms``, `extproc.routing.heat`).
+
 ``prefix-hash`` is affinity without a picture of the caches: the rendezvous order of a fixed prefix,
 passing over workers with more than ``max_load_ratio`` times the mean load (consistent hashing with
 bounded loads, Mirrokni, Thorup and Zadimoghaddam 2018).
@@ -25,8 +28,9 @@ bounded loads, Mirrokni, Thorup and Zadimoghaddam 2018).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import nsmallest
+from math import sqrt
 
 from extproc.fleet.config import PoolSettings
 from extproc.routing import placement
@@ -34,6 +38,9 @@ from extproc.routing.load import Worker
 
 #: A victim that nobody has used for this long counts half.
 EVICTION_AGE_S = 30.0
+
+#: What evicting a recently used block counts when nobody needs the room: a copy of a hot prefix is a choice.
+COPY_EVICTION_WEIGHT = 50.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +52,7 @@ class Query:
     ``cached``: slot -> prompt tokens that the worker is thought to hold; 0 for slots not in it.
     ``serial``: counts the pool's decisions, for policies that take turns.
     ``mean_in_flight``: requests in flight a worker, over the whole pool.
+    ``running``: slot -> requests in flight there with the same key; ``rent_s``: see `extproc.routing.heat`.
     """
 
     key: int
@@ -52,7 +60,8 @@ class Query:
     cached: Mapping[int, int]
     serial: int
     mean_in_flight: float
-    readable: bool = True
+    running: Mapping[int, int] = field(default_factory=dict)
+    rent_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +69,13 @@ class Ranking:
     """Workers, best first, and why the first is first (a bounded set of words, used as a label).
 
     ``costs_s``: the costs of those workers in seconds, where the policy has such a cost.
+    ``rent_s``: the key's rent from now on; None leaves it as it is.
     """
 
     order: Sequence[Worker]
     reason: str
     costs_s: Sequence[float] = ()
+    rent_s: float | None = None
 
 
 Policy = Callable[[Query, Sequence[Worker], PoolSettings, float], Ranking]
@@ -87,9 +98,8 @@ def predicted(query: Query, workers: Sequence[Worker], settings: PoolSettings, n
         cost = miss * own_s + worker.in_flight * worker.prefill_s_per_token * decode_s
         if worker.free_at_s > now:
             cost += worker.free_at_s - now
-        overflow = miss - worker.room_tokens
-        if overflow > 0.0 and worker.oldest_s is not None:
-            cost += evict_s * min(overflow, miss) / (1.0 + (now - worker.oldest_s) / EVICTION_AGE_S)
+        if miss > worker.room_tokens:
+            cost += evict_s * _evicted_tokens(worker, miss, now)
         costs.append((cost, worker.in_flight, index))
     best = nsmallest(settings.fallbacks + 1, costs)
     # Equal costs (a cold prompt on an idle fleet) go by rendezvous, so that restarts and replicas agree.
@@ -103,7 +113,52 @@ def predicted(query: Query, workers: Sequence[Worker], settings: PoolSettings, n
     chosen = [workers[index] for _, _, index in best]
     hit = cached.get(chosen[0].slot, 0)
     reason = "cold" if not longest else "affinity" if hit == longest else "load"
-    return Ranking(chosen, reason, [cost for cost, _, _ in best])
+    rent_s = None
+    if len(workers) > 1 and query.running.get(chosen[0].slot, 0) > 1 and settings.spread_ms:
+        copy, rent_s = _copy(query, costs, best[0], workers, settings, now)
+        if copy is not None:
+            best = [copy, *[entry for entry in best if entry is not copy]][: settings.fallbacks + 1]
+            chosen = [workers[index] for _, _, index in best]
+            reason = "spread"
+    return Ranking(chosen, reason, [cost for cost, _, _ in best], rent_s)
+
+
+def _evicted_tokens(worker: Worker, miss: int, now: float) -> float:
+    """Tokens that ``miss`` new ones push out, discounted by how long the first of them wasn't used."""
+    evicted = min(miss - worker.room_tokens, miss)
+    if evicted <= 0.0 or worker.oldest_s is None:
+        return 0.0
+    return evicted / (1.0 + (now - worker.oldest_s) / EVICTION_AGE_S)
+
+
+def _copy(
+    query: Query,
+    costs: Sequence[tuple[float, int, int]],
+    best: tuple[float, int, int],
+    workers: Sequence[Worker],
+    settings: PoolSettings,
+    now: float,
+) -> tuple[tuple[float, int, int] | None, float]:
+    """The worker to copy a hot prefix to, if its price is paid, and the rent from now on.
+
+    Rent: ``spread_ms`` for each request in flight that going to the least loaded worker would have spared
+    this one, of those that run the same prefix, less what chance does to equally loaded workers (two standard
+    deviations). Price: by how much that worker costs more, and what the copy evicts.
+    """
+    _, busy, index = best
+    own = query.running[workers[index].slot]
+    least = min(costs, key=lambda entry: (entry[1], entry[0]))
+    spared = min(busy - least[1], own) - 2.0 * sqrt(query.mean_in_flight)
+    if spared <= 0:
+        return None, query.rent_s
+    rent_s = query.rent_s + spared * settings.spread_ms * 1e-3
+    worker = workers[least[2]]
+    price_s = least[0] - best[0]
+    miss = query.prompt_tokens - query.cached.get(worker.slot, 0)
+    price_s += COPY_EVICTION_WEIGHT * worker.prefill_s_per_token * _evicted_tokens(worker, miss, now)
+    if rent_s >= price_s:
+        return least, 0.0
+    return None, rent_s
 
 
 def prefix_hash(query: Query, workers: Sequence[Worker], settings: PoolSettings, now: float) -> Ranking:

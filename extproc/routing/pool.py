@@ -17,6 +17,7 @@ from extproc.fleet.config import EndpointConfig, PoolConfig
 from extproc.prefix import PrefixChain
 from extproc.routing.cache import CachePicture
 from extproc.routing.health import Cause, Change, Probe, State, usable
+from extproc.routing.heat import Heat
 from extproc.routing.load import Worker
 from extproc.routing.policy import POLICIES, Policy, Query, least_request
 from extproc.routing.records import Decided, Ended, Moved, Record
@@ -38,6 +39,7 @@ class Decision:
     ``order``: the worker first, then its fallbacks. ``reason``: a word from a bounded set.
     ``cached_tokens``: what the first worker is thought to hold of the prompt.
     ``predicted_ttft_s``: backlog plus own prefill at the first worker. ``costs_s``: the policy's costs.
+    ``rent_s``: what the prefix has paid towards a copy (`extproc.routing.heat`); None: nothing new.
     """
 
     pool: str
@@ -49,6 +51,7 @@ class Decision:
     predicted_ttft_s: float
     overflow: bool
     costs_s: tuple[float, ...]
+    rent_s: float | None = None
 
     @property
     def worker(self) -> Worker:
@@ -102,6 +105,7 @@ class Pool:
         self.name = config.name
         self.settings = config.settings
         self.picture = CachePicture(config.settings.block_tokens)
+        self.heat = Heat()
         self.origin = origin
         self._publish = publish
         self._changed = changed
@@ -164,6 +168,7 @@ class Pool:
 
     def _remove(self, worker: Worker) -> None:
         self.picture.remove_worker(worker.slot)
+        self.heat.forget(worker.slot)
         worker.slot = -1
         self._unwell.discard(worker)
         if worker.in_flight:
@@ -287,7 +292,9 @@ class Pool:
                 slot: min(blocks * block, tokens)
                 for slot, blocks in self.picture.lookup(chain.hashes).items()
             }
-        query = Query(key, tokens, cached, serial, mean_in_flight)
+        query = Query(
+            key, tokens, cached, serial, mean_in_flight, self.heat.running(key), self.heat.rent_s(key, now)
+        )
         if overflow or (chain is None and name not in _BLIND):
             rank = least_request
         ranking = rank(query, candidates, self.settings, now)
@@ -307,7 +314,18 @@ class Pool:
             reason = self._why_passed_over(query, chosen, rank, now) or reason
         hit = cached.get(chosen.slot, 0)
         ttft_s = chosen.backlog_s(now) + (tokens - hit) * chosen.prefill_s_per_token
-        return Decision(self.name, name, reason, order, tokens, hit, ttft_s, overflow, tuple(ranking.costs_s))
+        return Decision(
+            self.name,
+            name,
+            reason,
+            order,
+            tokens,
+            hit,
+            ttft_s,
+            overflow,
+            tuple(ranking.costs_s),
+            ranking.rent_s,
+        )
 
     def _why_passed_over(self, query: Query, chosen: Worker, rank: Policy, now: float) -> str:
         """Why the choice isn't the one that it would be among all workers; "" if it is."""
@@ -341,6 +359,8 @@ class Pool:
         decision.worker.health.sent(now, stream=stream)
         self._tickets.add(ticket)
         self._charge(ticket, decision.worker, now)
+        if decision.rent_s is not None and chain is not None:
+            self.heat.set_rent(chain.key, decision.rent_s, now)
         if self._publish is not None:
             hashes = chain.hashes if chain else ()
             address = decision.worker.address
@@ -372,6 +392,8 @@ class Pool:
         worker.in_flight += 1
         worker.free_at_s = max(worker.free_at_s, now) + ticket.miss_tokens * worker.prefill_s_per_token
         ticket.prefilled_s = worker.free_at_s
+        if ticket.chain is not None:
+            self.heat.began(ticket.chain.key, worker.slot)
         # At the decision, not at the first token: a simultaneous twin must find the prefix there.
         self._touch(ticket, worker, now)
 
@@ -390,10 +412,12 @@ class Pool:
         if worker is None:
             return
         worker.free_at_s -= ticket.miss_tokens * worker.prefill_s_per_token
-        self._leave(worker)
+        self._leave(ticket, worker)
 
-    def _leave(self, worker: Worker) -> None:
+    def _leave(self, ticket: Ticket, worker: Worker) -> None:
         worker.in_flight -= 1
+        if ticket.chain is not None:
+            self.heat.ended(ticket.chain.key, worker.slot)
         if not worker.in_flight and self._departed.get(worker.address) is worker:
             del self._departed[worker.address]
 
@@ -418,7 +442,7 @@ class Pool:
         # Refused by the engine, given up by the client, or faster than thought: nothing of it waits any more.
         left_s = min(ticket.prefilled_s - now, ticket.miss_tokens * worker.prefill_s_per_token)
         worker.free_at_s -= max(0.0, left_s)
-        self._leave(worker)
+        self._leave(ticket, worker)
 
     def observe_cache(self, worker: Worker) -> None:
         """Tell the worker's account what the picture says of its cache's room."""
