@@ -62,7 +62,7 @@ class PoolSettings:
     metrics_path: str = "/metrics"
     shed_after_ms: float | None = None
     client_priority: bool = False
-    contention_ms: float = 200.0
+    contention_ms: float = 20.0
     tenant_header: str | None = None
     tenant_weights: tuple[tuple[str, float], ...] = ()
     retry_budget: float | None = None

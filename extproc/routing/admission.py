@@ -96,7 +96,8 @@ class Admission:
         )
         if shed is None:
             if settings.tenant_header:
-                self.shares.debit(demand.tenant, decision.prompt_tokens - decision.cached_tokens)
+                miss_tokens = decision.prompt_tokens - decision.cached_tokens
+                self.shares.debit(demand.tenant, decision.worker.address, miss_tokens)
         elif demand.body and shed.retry_after_s is not None:
             self.retries.refused(demand.body, shed.retry_after_s, now)
         return shed
@@ -119,8 +120,16 @@ class Admission:
         settings = self._pool.settings
         if not settings.tenant_header:
             return None
-        capacity = sum([1.0 / worker.prefill_s_per_token for worker in self._pool.workers])
-        overdrawn_s = self.shares.overdrawn_s(demand.tenant, demand.weight, capacity, now)
+        worker = decision.worker
+        overdrawn_s = self.shares.overdrawn_s(
+            demand.tenant,
+            demand.weight,
+            decision.prompt_tokens - decision.cached_tokens,
+            worker.address,
+            1.0 / worker.prefill_s_per_token,
+            sum([1.0 / each.prefill_s_per_token for each in self._pool.workers]),
+            now,
+        )
         if not overdrawn_s or not contended:
             return None
         quiet_s = wait_s - settings.contention_ms / 1000

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from extproc.fleet.config import PoolSettings
 from extproc.fleet.settings import POOL_SETTINGS, parse
+from extproc.sim import overload
 from extproc.sim.cells import YARDSTICK, Cell, Row, Setup, Source, against, as_json, rows, run_cells
 from extproc.sim.product import Distortion
 from extproc.sim.scenarios import POLICY_NAMES, SCENARIOS, Knobs
@@ -101,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         _list()
         return 0
+    if args.workload in overload.DRILLS:
+        return _drill(args)
     try:
         setup, sources, policies = _plan(args)
         cells = [
@@ -136,6 +139,18 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         print(f"extproc simulate: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
+    return 0
+
+
+def _drill(args: argparse.Namespace) -> int:
+    """A drill of overload has a fleet and figures of its own."""
+    try:
+        settings = _settings(args.set)
+    except _UsageError as error:
+        print(f"extproc simulate: {error}", file=sys.stderr)
+        return 2
+    for line in overload.report(args.workload, args.seeds, settings):
+        print(line, flush=True)
     return 0
 
 
@@ -218,6 +233,7 @@ def _list() -> None:
     print("Workloads:")
     for scenario in SCENARIOS.values():
         print(f"  {scenario.name:{width}}  {scenario.what}")
+    print(f"Drills of overload (alone, with --seeds and --set): {', '.join(overload.DRILLS)}")
     print("Policies:")
     for name in POLICY_NAMES:
         print(f"  {name}")
