@@ -1,9 +1,14 @@
-"""The same requests to a real engine, to the emulated one, and to the router's picture of an engine."""
+"""The same requests to a real engine, to the emulated one, and to the router's picture of an engine.
+
+A `Recording` of a real engine is kept as a file: the prompts are drawn anew from its seed, so the file has
+no more than what the engine generated and how much it had cached.
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from real_vllm import BLOCK_TOKENS, MAX_NUM_BATCHED_TOKENS, Server
 from sequence import Asked, Sequence
@@ -27,9 +32,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What a real engine did, from an empty cache on. ``queries``, ``hits``: its own counters, in tokens."""
+    """What a real engine did, from an empty cache on.
 
+    ``vllm``: its version. ``queries``, ``hits``: its own counters, in tokens.
+    """
+
+    vllm: str
     num_blocks: int
+    seed: int
     turns: tuple[Turn, ...]
     queries: float
     hits: float
@@ -46,12 +56,34 @@ class Recording:
     def cached_tokens(self) -> int:
         return sum(turn.cached_tokens for turn in self.turns)
 
+    def write(self, path: Path) -> None:
+        """Keep it; a line for each request."""
+        names = ("vllm", "num_blocks", "seed", "queries", "hits")
+        head = json.dumps({name: getattr(self, name) for name in names})
+        turns = [json.dumps([turn.cached_tokens, *turn.output]) for turn in self.turns]
+        path.write_text("\n".join([head, *turns, ""]))
+
+    @classmethod
+    def read(cls, path: Path) -> Recording:
+        """Inverse of `write`."""
+        head, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+        sequence = _sequence(head["num_blocks"], head["seed"], len(lines))
+        turns = []
+        for asked, (cached_tokens, *output) in zip(sequence, lines, strict=True):
+            turns.append(Turn(asked, tuple(output), cached_tokens))
+            sequence.answered(asked, tuple(output))
+        return cls(turns=tuple(turns), **head)
+
+
+def _sequence(num_blocks: int, seed: int, requests: int) -> Sequence:
+    return Sequence(seed, requests, (num_blocks - 1) * BLOCK_TOKENS, BLOCK_TOKENS)
+
 
 def record(server: Server, seed: int, requests: int) -> Recording:
     """Send a sequence, one request at a time."""
     server.reset()
     queries, hits = server.counter("prefix_cache_queries_total"), server.counter("prefix_cache_hits_total")
-    sequence = Sequence(seed, requests, server.cache_tokens, BLOCK_TOKENS)
+    sequence = _sequence(server.num_blocks, seed, requests)
     turns = []
     for asked in sequence:
         salt = {"cache_salt": asked.salt} if asked.salt else {}
@@ -60,11 +92,14 @@ def record(server: Server, seed: int, requests: int) -> Recording:
         assert len(output) == asked.output_tokens
         turns.append(Turn(asked, output, reply["usage"]["prompt_tokens_details"]["cached_tokens"]))
         sequence.answered(asked, output)
+    _, _, version = server.ask("GET", "/version")
     return Recording(
-        server.num_blocks,
-        tuple(turns),
-        server.counter("prefix_cache_queries_total") - queries,
-        server.counter("prefix_cache_hits_total") - hits,
+        vllm=json.loads(version)["version"],
+        num_blocks=server.num_blocks,
+        seed=seed,
+        turns=tuple(turns),
+        queries=server.counter("prefix_cache_queries_total") - queries,
+        hits=server.counter("prefix_cache_hits_total") - hits,
     )
 
 
