@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
+
+#: Colours --c0 to --c9 and others, light and dark, and how the pictures' texts and rules look.
+CHART_STYLE = """
+:root { color-scheme: light dark; --bg: #fff; --fg: #1c2330; --dim: #667085; --grid: #e4e7ec;
+  --card: #f8f9fb; --c0: #2563eb; --c1: #e07b00; --c2: #15924b; --c3: #c026d3; --c4: #dc2626;
+  --c5: #0891b2; --c6: #7c5c2e; --c7: #6d5bd0; --c8: #84932a; --c9: #64748b; }
+@media (prefers-color-scheme: dark) { :root { --bg: #12161d; --fg: #e6e9ef; --dim: #98a2b3;
+  --grid: #2b3340; --card: #1a2029; --c0: #6ea0ff; --c1: #f5a44a; --c2: #4fc98a; --c3: #e27df0;
+  --c4: #ff7b72; --c5: #4cc9e0; --c6: #c9a36a; --c7: #a79bff; --c8: #c3d05a; --c9: #a3b0c2; } }
+svg text { fill: var(--dim); font: 11px system-ui, sans-serif; }
+svg .grid-line { stroke: var(--grid); } svg .curve { fill: none; stroke-width: 2; }
+"""
 
 _WIDTH, _HEIGHT = 460, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 8, 24
@@ -16,9 +28,10 @@ def lines(
     x_ticks: Sequence[tuple[float, str]],
     x_range: tuple[float, float],
     y_range: tuple[float, float],
-    y_unit: str,
+    y_label: Callable[[float], str],
+    y_steps: int = 4,
 ) -> str:
-    """Curves of (x, y) points, one for each name."""
+    """Curves of (x, y) points, one for each name; ``y_steps`` + 1 rules across."""
     x_low, x_high = x_range
     y_low, y_high = y_range
 
@@ -31,9 +44,9 @@ def lines(
         )
 
     parts = []
-    for step in range(5):
-        value = y_low + (y_high - y_low) * step / 4
-        parts.append(_rule(place(x_low, value)[1], f"{value:.3g}{y_unit}"))
+    for step in range(y_steps + 1):
+        value = y_low + (y_high - y_low) * step / y_steps
+        parts.append(_rule(place(x_low, value)[1], y_label(value)))
     for x, label in x_ticks:
         parts.append(
             f"<text x='{place(x, 0)[0]:.1f}' y='{_HEIGHT - 8}' text-anchor='middle'>{escape(label)}</text>"
@@ -45,6 +58,16 @@ def lines(
             f"<title>{escape(name)}</title></polyline>"
         )
     return _svg(_HEIGHT, parts)
+
+
+def percent(share: float) -> str:
+    """A label for a share in per cent."""
+    return f"{share:.0f} %"
+
+
+def seconds_label(seconds: float) -> str:
+    """A label for a time."""
+    return f"{seconds * 1000:.0f} ms" if seconds < 0.9999 else f"{seconds:,.0f} s"
 
 
 def bars(groups: Mapping[str, Sequence[float]], colors: Mapping[str, str]) -> str:

@@ -13,16 +13,11 @@ from math import ceil, floor, log10
 from statistics import fmean
 
 from extproc.sim.cells import Row, Setup
-from extproc.sim.charts import bars, lines, share_rows
+from extproc.sim.charts import CHART_STYLE, bars, lines, percent, seconds_label, share_rows
+from extproc.sim.report_sweep import is_swept, sweep_pictures, sweeps
 from extproc.sim.result import CURVE, Distribution, Result
 
 _STYLE = """
-:root { color-scheme: light dark; --bg: #fff; --fg: #1c2330; --dim: #667085; --grid: #e4e7ec; --card: #f8f9fb;
-  --c0: #2563eb; --c1: #e07b00; --c2: #15924b; --c3: #c026d3; --c4: #dc2626; --c5: #0891b2; --c6: #7c5c2e;
-  --c7: #6d5bd0; --c8: #84932a; --c9: #64748b; }
-@media (prefers-color-scheme: dark) { :root { --bg: #12161d; --fg: #e6e9ef; --dim: #98a2b3; --grid: #2b3340;
-  --card: #1a2029; --c0: #6ea0ff; --c1: #f5a44a; --c2: #4fc98a; --c3: #e27df0; --c4: #ff7b72; --c5: #4cc9e0;
-  --c6: #c9a36a; --c7: #a79bff; --c8: #c3d05a; --c9: #a3b0c2; } }
 body { background: var(--bg); color: var(--fg); font: 15px/1.5 system-ui, sans-serif; margin: 0 auto;
   max-width: 1120px; padding: 24px; }
 h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 20px; margin: 40px 0 4px; }
@@ -37,8 +32,6 @@ th:first-child, td:first-child { text-align: left; } th { color: var(--dim); fon
 .legend { display: flex; flex-wrap: wrap; gap: 4px 16px; margin: 12px 0 0; font-size: 13px; }
 .swatch { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px; }
 svg { width: 100%; height: auto; display: block; }
-svg text { fill: var(--dim); font: 11px system-ui, sans-serif; }
-svg .grid-line { stroke: var(--grid); } svg .curve { fill: none; stroke-width: 2; }
 @media (max-width: 520px) { .grid { grid-template-columns: 1fr; } }
 """
 
@@ -60,12 +53,20 @@ def render(setup: Setup, table: Sequence[Row], results: Sequence[Result]) -> str
     workloads = list(dict.fromkeys(result.workload for result in results))
     policies = list(dict.fromkeys(result.policy for result in results))
     seeds = len({result.seed for result in results})
-    sections = "".join(_section(workload, policies, table, results) for workload in workloads)
+    colors = _colors(policies)
+    sections = "".join(
+        f"<h2>{escape(name)}</h2>{_legend(colors)}<div class='grid'>"
+        f"{''.join(_card(title, picture) for title, picture in sweep_pictures(found, colors))}</div>"
+        for name, found in sweeps(table).items()
+    )
+    sections += "".join(
+        _section(workload, policies, table, results) for workload in workloads if not is_swept(workload)
+    )
     runs = f"{seeds} seeds" if seeds > 1 else "one seed"
     return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<title>extproc simulate</title><style>{_STYLE}</style></head><body>"
+        f"<title>extproc simulate</title><style>{CHART_STYLE}{_STYLE}</style></head><body>"
         "<h1>What routing does for this traffic</h1>"
         f"<p>{escape(_describe(setup))}; {runs}. The first fifth of each run is warm-up and left out.</p>"
         f"{sections}</body></html>\n"
@@ -90,12 +91,8 @@ def _describe(setup: Setup) -> str:
 def _section(workload: str, policies: Sequence[str], table: Sequence[Row], results: Sequence[Result]) -> str:
     by_policy = {p: [r for r in results if r.workload == workload and r.policy == p] for p in policies}
     by_policy = {policy: found for policy, found in by_policy.items() if found}
-    colors = {policy: f"var(--c{index % 10})" for index, policy in enumerate(policies)}
+    colors = {policy: color for policy, color in _colors(policies).items() if policy in by_policy}
     first = {policy: found[0] for policy, found in by_policy.items()}
-    legend = "".join(
-        f"<span><span class='swatch' style='background:{colors[policy]}'></span>{escape(policy)}</span>"
-        for policy in by_policy
-    )
     cards = [
         _card("Time to first token", _distribution(by_policy, colors, lambda r: r.ttft)),
         _card("End-to-end time", _distribution(by_policy, colors, lambda r: r.e2e)),
@@ -107,8 +104,20 @@ def _section(workload: str, policies: Sequence[str], table: Sequence[Row], resul
     return (
         f"<h2>{escape(workload)}</h2><p>{sum(r.requests for r in first.values()) // len(first):,} requests "
         f"a run.</p>{_table([row for row in table if row.workload == workload])}"
-        f"<div class='legend'>{legend}</div><div class='grid'>{''.join(cards)}</div>"
+        f"{_legend(colors)}<div class='grid'>{''.join(cards)}</div>"
     )
+
+
+def _colors(policies: Sequence[str]) -> dict[str, str]:
+    return {policy: f"var(--c{index % 10})" for index, policy in enumerate(policies)}
+
+
+def _legend(colors: Mapping[str, str]) -> str:
+    entries = "".join(
+        f"<span><span class='swatch' style='background:{color}'></span>{escape(policy)}</span>"
+        for policy, color in colors.items()
+    )
+    return f"<div class='legend'>{entries}</div>"
 
 
 def _card(title: str, content: str) -> str:
@@ -139,17 +148,13 @@ def _distribution(
     low = floor(min(points[0][0] for points in curves.values()) * 10) / 10
     high = ceil(max(points[-1][0] for points in curves.values()) * 10) / 10
     ticks = [
-        (log10(step * 10.0**power), _seconds(step * 10.0**power))
+        (log10(step * 10.0**power), seconds_label(step * 10.0**power))
         for power in range(-3, 5)
         for step in (1, 2, 5)
         if low <= log10(step * 10.0**power) <= high
     ]
     thinned = ticks if len(ticks) <= 9 else [tick for tick in ticks if tick[1][0] == "1"] or ticks[::2]
-    return lines(curves, colors, x_ticks=thinned, x_range=(low, high), y_range=(0, 100), y_unit=" %")
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:,.0f} s"
+    return lines(curves, colors, x_ticks=thinned, x_range=(low, high), y_range=(0, 100), y_label=percent)
 
 
 def _over_time(
@@ -165,8 +170,9 @@ def _over_time(
     }
     highest = max(max(y for _, y in points) for points in curves.values())
     top = 100.0 if unit == " %" else highest or 1.0
-    ticks = [(float(share), f"{share} %") for share in (0, 25, 50, 75, 100)]
-    return lines(curves, colors, x_ticks=ticks, x_range=(0, 100), y_range=(0, top), y_unit=unit)
+    ticks = [(float(share), percent(share)) for share in (0, 25, 50, 75, 100)]
+    label = percent if unit == " %" else lambda y: f"{y:.3g}{unit}"
+    return lines(curves, colors, x_ticks=ticks, x_range=(0, 100), y_range=(0, top), y_label=label)
 
 
 def _hits(first: Mapping[str, Result], colors: Mapping[str, str]) -> str:

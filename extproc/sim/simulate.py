@@ -21,6 +21,8 @@ from extproc.fleet.settings import POOL_SETTINGS, parse
 from extproc.sim import overload
 from extproc.sim.cells import YARDSTICK, Cell, Row, Setup, Source, against, as_json, rows, run_cells
 from extproc.sim.product import Distortion
+from extproc.sim.report import render
+from extproc.sim.report_sweep import sweep_svg
 from extproc.sim.scenarios import POLICY_NAMES, SCENARIOS, Knobs
 from extproc.sim.trace import TraceError
 
@@ -93,7 +95,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--suite", action="store_true", help="every workload; a matrix relative to the oracle")
     how.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
-    how.add_argument("--report", type=Path, metavar="FILE", help="write an HTML page with pictures there")
+    how.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="write an HTML page with pictures there (.svg: of a sweep)",
+    )
     how.add_argument("--jobs", type=_positive, default=os.cpu_count() or 1, metavar="N", help="processes")
 
 
@@ -132,9 +139,9 @@ def run(args: argparse.Namespace) -> int:
         if args.json is not None:
             args.json.write_text(json.dumps(as_json(setup, table, results), default=str), encoding="utf-8")
         if args.report is not None:
-            from extproc.sim.report import render
-
-            args.report.write_text(render(setup, table, results), encoding="utf-8")
+            alone = args.sweep and args.report.suffix == ".svg"
+            page = sweep_svg(table) if alone else render(setup, table, results)
+            args.report.write_text(page, encoding="utf-8")
             print(f"Report: {args.report}")
     except OSError as error:
         print(f"extproc simulate: {error.filename}: {error.strerror}", file=sys.stderr)

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from typing import Literal
+from xml.etree import ElementTree
 
 import pytest
 
@@ -268,6 +270,33 @@ def test_the_suite_prints_a_matrix(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "TTFT p99, relative to the oracle's" in out
     assert "geomean" in out
     assert "t@0.9" in out
+
+
+def test_a_sweep_is_tabled_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = (
+        "simulate --workload swarm-20 --requests 80 --policies predicted,oracle --jobs 1 --sweep personas=2,8"
+    )
+    for name in ("sweep.svg", "sweep.html"):
+        assert cli.main([*command.split(), "--report", str(tmp_path / name)]) == 0
+    assert "end to end, mean, s" in capsys.readouterr().out
+    drawn = (tmp_path / "sweep.svg").read_text()
+    assert "swarm-20 personas" in drawn
+    assert ElementTree.fromstring(drawn).tag.endswith("svg")
+    assert (tmp_path / "sweep.html").read_text().count("<polyline") == 8
+
+
+def test_a_router_that_keeps_its_state_restarts_as_if_nothing_was() -> None:
+    def hits(restart: Literal["empty", "saved"] | None) -> float:
+        workload = Swarm(7, weights=even(16), streams=24)
+        return summarize(
+            simulate(workload, "predicted", requests=500, fleet=Fleet(workers=4), restart=restart),
+            workload="w",
+            policy="p",
+            seed=0,
+        ).hit
+
+    assert hits("saved") == pytest.approx(hits(None), abs=0.01)
+    assert hits("empty") < hits("saved") - 0.02
 
 
 @pytest.mark.parametrize(
