@@ -10,7 +10,8 @@ only asked about workers that may take the request. To add one, write the functi
 - the worker's prefill backlog (the fluid queue of `extproc.routing.load`),
 - this prompt's uncached tokens at the *pool's mean* time a token. Not the worker's own: a rate that is
   20 % too good would pull cold prompts to one worker and thrash its cache,
-- ``alpha`` times the same again: a cold copy delays everybody else on that worker,
+- ``alpha`` times the same again: a cold copy delays everybody else on that worker, and the more so the
+  busier the fleet is with prefilling,
 - ``decode_ms`` for each request in flight, scaled by the worker's speed: decode batches get slower,
 - ``eviction_weight`` times the recomputing that this prompt causes by evicting others, discounted by
   how long the victim has not been used.
@@ -39,6 +40,9 @@ from extproc.routing.load import Worker
 #: A victim that nobody has used for this long counts half.
 EVICTION_AGE_S = 30.0
 
+#: Bound on what a second of prefill counts for others, for fleets that can't keep up.
+MAX_DELAYED = 8.0
+
 #: What evicting a recently used block counts when nobody needs the room: a copy of a hot prefix is a choice.
 COPY_EVICTION_WEIGHT = 50.0
 
@@ -53,6 +57,7 @@ class Query:
     ``serial``: counts the pool's decisions, for policies that take turns.
     ``mean_in_flight``: requests in flight a worker, over the whole pool.
     ``running``: slot -> requests in flight there with the same key; ``rent_s``: see `extproc.routing.heat`.
+    ``utilisation``: share of the workers' time that prefills take of late, 0 to 1 and more.
     """
 
     key: int
@@ -62,6 +67,7 @@ class Query:
     mean_in_flight: float
     running: Mapping[int, int] = field(default_factory=dict)
     rent_s: float = 0.0
+    utilisation: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +91,7 @@ def predicted(query: Query, workers: Sequence[Worker], settings: PoolSettings, n
     """Least predicted time to the first token, with what the choice costs others."""
     tokens, cached = query.prompt_tokens, query.cached
     mean_rate = sum([w.prefill_s_per_token for w in workers]) / len(workers)
-    own_s = mean_rate * (1.0 + settings.alpha)
+    own_s = mean_rate * (1.0 + settings.alpha * _delayed(query.utilisation))
     decode_s = settings.decode_ms * 1e-3 / mean_rate
     evict_s = settings.eviction_weight * mean_rate
     costs: list[tuple[float, int, int]] = []
@@ -121,6 +127,17 @@ def predicted(query: Query, workers: Sequence[Worker], settings: PoolSettings, n
             chosen = [workers[index] for _, _, index in best]
             reason = "spread"
     return Ranking(chosen, reason, [cost for cost, _, _ in best], rent_s)
+
+
+def _delayed(utilisation: float) -> float:
+    """How many seconds a second of prefill costs others, at least 1.
+
+    In a queue that is busy a share ``u`` of the time, a second of additional work delays those behind it by
+    ``u / (1 - u)`` seconds in all: the busier the fleet, the dearer a cold copy.
+    """
+    if utilisation <= 0.5:
+        return 1.0
+    return min(utilisation / (1.0 - utilisation), MAX_DELAYED) if utilisation < 1.0 else MAX_DELAYED
 
 
 def _evicted_tokens(worker: Worker, miss: int, now: float) -> float:

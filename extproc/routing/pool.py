@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import exp
 
 from xxhash import xxh3_64_intdigest
 
@@ -24,6 +25,9 @@ from extproc.routing.records import Decided, Ended, Moved, Record
 
 #: A cache of unknown size is pictured as this large; it bounds the router's memory.
 UNKNOWN_CACHE_TOKENS = 4_000_000
+
+#: Time constant of the pool's prefill utilisation.
+UTILISATION_S = 30.0
 
 #: A foreign request whose end never came is taken as ended after this long.
 FOREIGN_TTL_S = 900.0
@@ -106,6 +110,8 @@ class Pool:
         self.settings = config.settings
         self.picture = CachePicture(config.settings.block_tokens)
         self.heat = Heat()
+        self._busy_s = 0.0  # prefill decided lately, decaying
+        self._busy_at_s = 0.0
         self.origin = origin
         self._publish = publish
         self._changed = changed
@@ -293,7 +299,14 @@ class Pool:
                 for slot, blocks in self.picture.lookup(chain.hashes).items()
             }
         query = Query(
-            key, tokens, cached, serial, mean_in_flight, self.heat.running(key), self.heat.rent_s(key, now)
+            key,
+            tokens,
+            cached,
+            serial,
+            mean_in_flight,
+            self.heat.running(key),
+            self.heat.rent_s(key, now),
+            self.utilisation(now),
         )
         if overflow or (chain is None and name not in _BLIND):
             rank = least_request
@@ -347,6 +360,13 @@ class Pool:
         behind = [*rank(query, well, self.settings, now).order, *others]
         return (first, *[w for w in dict.fromkeys(behind) if w is not first][: self.settings.fallbacks])
 
+    def utilisation(self, now: float) -> float:
+        """Share of the workers' time that the prefills of the last half minute or so take."""
+        if not self._list:
+            return 0.0
+        decayed_s = self._busy_s * exp((self._busy_at_s - now) / UTILISATION_S)
+        return decayed_s / UTILISATION_S / len(self._list)
+
     def begin(
         self, decision: Decision, chain: PrefixChain | None, now: float, *, stream: bool = False
     ) -> Ticket:
@@ -390,6 +410,9 @@ class Pool:
     def _charge(self, ticket: Ticket, worker: Worker, now: float) -> None:
         ticket.worker = worker
         worker.in_flight += 1
+        self._busy_s *= exp((self._busy_at_s - now) / UTILISATION_S)
+        self._busy_s += ticket.miss_tokens * worker.prefill_s_per_token
+        self._busy_at_s = now
         worker.free_at_s = max(worker.free_at_s, now) + ticket.miss_tokens * worker.prefill_s_per_token
         ticket.prefilled_s = worker.free_at_s
         if ticket.chain is not None:

@@ -161,3 +161,60 @@ def test_lmetric_weighs_new_tokens_against_the_batch() -> None:
     )  # 101 x 4 < 1001 x 1
     workers[0].in_flight = 10
     assert pick(POLICIES["lmetric"](query(cached={0: 900}), workers, SETTINGS, 0.0)) == 1  # 101 x 11 > 1001
+
+
+def test_a_busy_fleet_makes_a_cold_copy_dearer() -> None:
+    costs = [
+        predicted(query(utilisation=u), fleet(), SETTINGS, 0.0).costs_s[0]
+        for u in (0.0, 0.5, 0.75, 0.9, 1.0, 7.0)
+    ]
+    alphas = [1.0, 1.0, 3.0, 8.0, 8.0, 8.0]  # u / (1 - u), from 1 to 8
+    assert costs == pytest.approx([1000 * C * (1 + alpha) for alpha in alphas])
+
+
+def crowd(own: int, others: int = 0) -> tuple[list[Worker], Query]:
+    """``own`` requests of a 1,000-token prefix on worker 0, ``others`` of other prefixes on each worker."""
+    workers = fleet()
+    for worker in workers:
+        worker.in_flight = others
+    workers[0].in_flight += own
+    mean = sum(w.in_flight for w in workers) / len(workers)
+    return workers, query(cached={0: 1000}, running={0: own}, mean_in_flight=mean)
+
+
+def test_a_crowd_of_one_prefix_pays_rent_and_buys_a_copy_when_it_has_paid_the_price() -> None:
+    settings = replace(SETTINGS, decode_ms=0.0)
+    workers, asked = crowd(own=20)
+    rent_s, decisions = 0.0, 0
+    while True:
+        ranking = predicted(replace(asked, rent_s=rent_s), workers, settings, 0.0)
+        decisions += 1
+        assert ranking.rent_s is not None
+        if ranking.reason == "spread":
+            break
+        assert pick(ranking) == 0
+        rent_s = ranking.rent_s
+    # 20 more than elsewhere, less two standard deviations of chance at a mean of 5.
+    each_s = (20 - 2 * 5**0.5) * settings.spread_ms / 1000
+    price_s = 1000 * C * 2
+    assert decisions == -(-price_s // each_s)
+    assert pick(ranking) != 0
+    assert ranking.order[1].slot == 0, "the full copy is the fallback"
+    assert ranking.rent_s == 0.0
+
+
+def test_chance_and_other_peoples_load_pay_no_rent() -> None:
+    workers, asked = crowd(own=4, others=4)
+    assert predicted(asked, workers, SETTINGS, 0.0).rent_s == 0.0
+    workers, asked = crowd(own=20)
+    assert predicted(replace(asked, running={0: 1}), workers, SETTINGS, 0.0).rent_s is None
+    assert predicted(asked, workers, replace(SETTINGS, spread_ms=0.0), 0.0).rent_s is None
+
+
+def test_a_copy_does_not_push_out_what_is_in_use() -> None:
+    workers, asked = crowd(own=20)
+    asked, settings = replace(asked, rent_s=2.0), replace(SETTINGS, decode_ms=0.0)
+    for worker in workers:
+        worker.room_tokens, worker.oldest_s = 0.0, 100.0
+    assert predicted(asked, workers, settings, 101.0).reason == "affinity"
+    assert predicted(asked, workers, settings, 5000.0).reason == "spread"
