@@ -13,6 +13,8 @@ COPY requirements-serve.lock ./
 RUN python3 -m pip --python /opt/extproc install --require-hashes -r requirements-serve.lock
 COPY pyproject.toml README.md LICENSE ./
 COPY extproc extproc
+# Parts of the wheel: the demo starts from the files that users copy.
+COPY envoy/envoy.yaml envoy/cluster-per-worker.yaml envoy/
 RUN python3 -m pip --python /opt/extproc install --no-deps .
 
 FROM build AS build-local
