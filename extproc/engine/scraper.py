@@ -7,7 +7,8 @@ less and less often; what it told before stays known, with its age, and counts a
 What readings are used for, and nothing else:
 
 - the size of the worker's KV cache, where the YAML doesn't give one, goes to the picture of it;
-- a restart empties that picture.
+- a restart empties that picture;
+- the times of the requests that ended teach the worker's speed (`extproc.routing.speed`).
 """
 
 from __future__ import annotations
@@ -197,6 +198,10 @@ class Scraper:
             self._observer.restarted(target.pool.name, target.worker.address)
         else:
             target.state = EngineState(report, now, before.report, before.at_s)
+        waited_s = (
+            None if report.queue_s is None or report.prefill_s is None else report.queue_s + report.prefill_s
+        )
+        target.pool.timed(target.worker, report.prefills, waited_s)
         if report.cache_tokens and (
             before.report is None or before.report.cache_tokens != report.cache_tokens
         ):

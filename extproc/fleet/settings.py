@@ -174,6 +174,11 @@ POOL_SETTINGS: tuple[Setting, ...] = (
         high=100_000_000.0,
     ),
     _pool(
+        "learn_speed",
+        "boolean",
+        "Whether to learn each worker's prefill speed from the times that its engine tells (vLLM).",
+    ),
+    _pool(
         "alpha",
         "number",
         "Policy predicted: how much of a cold prefill's time counts again, for delaying the worker's others.",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from extproc.fleet.config import EndpointConfig, PoolSettings
 from extproc.routing.health import Health
+from extproc.routing.speed import Speed
 
 
 class Worker:
@@ -31,6 +32,7 @@ class Worker:
         "prefill_s_per_token",
         "room_tokens",
         "slot",
+        "speed",
         "weight",
     )
 
@@ -40,7 +42,8 @@ class Worker:
         self.slot = slot  # its number in the cache picture
         self.in_flight = 0  # requests
         self.free_at_s = 0.0  # the fluid prefill queue is empty then
-        self.prefill_s_per_token = 1.0 / settings.prefill_tokens_per_s
+        self.speed = Speed(1.0 / settings.prefill_tokens_per_s)
+        self.prefill_s_per_token = 0.0  # by `configure`, then as learned
         self.room_tokens = 0.0  # free space in its cache, as pictured
         self.oldest_s: float | None = None  # last use of what it would evict first
         self.engine_started_s: float | None = None  # start of the engine's process (Unix time), if told
@@ -55,6 +58,10 @@ class Worker:
             endpoint.max_pending_prefill_tokens or settings.max_pending_prefill_tokens
         )
         self.weight = endpoint.weight
+        prior_s_per_token = 1.0 / settings.prefill_tokens_per_s
+        if prior_s_per_token != self.speed.prior_s_per_token or not settings.learn_speed:
+            self.speed = Speed(prior_s_per_token)
+        self.prefill_s_per_token = self.speed.s_per_token
         self.health.configure(settings)
 
     def backlog_s(self, now: float) -> float:

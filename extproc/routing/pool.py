@@ -63,6 +63,24 @@ class Decision:
         return self.order[0]
 
 
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What a decision is made from.
+
+    ``workers``: those that may get prompts at all. ``candidates``: those of them with room; with
+    ``overflow`` there are none, and these are the least bad. ``rank``: not ``policy``'s own function where
+    that can't be used.
+    """
+
+    policy: str
+    rank: Policy
+    query: Query
+    workers: Sequence[Worker]
+    candidates: Sequence[Worker]
+    overflow: bool
+    panic: bool
+
+
 class Ticket:
     """One request between its decision and the end of its stream."""
 
@@ -70,7 +88,9 @@ class Ticket:
         "chain",
         "decided_s",
         "decision",
+        "foretold_s",
         "miss_tokens",
+        "prefill_s",
         "prefilled_s",
         "serial",
         "stream",
@@ -83,6 +103,8 @@ class Ticket:
         self.worker: Worker | None = worker
         self.chain = chain
         self.miss_tokens = miss
+        self.prefill_s = 0.0  # what it adds to its worker's queue
+        self.foretold_s = 0.0  # until its first token, queue and own prefill
         self.decided_s = now
         self.prefilled_s = now  # when its prefill will be done, by the fluid queue
         self.decision: Decision | None = None
@@ -192,6 +214,12 @@ class Pool:
             self.picture.resize(worker.slot, capacity_tokens)
             self.observe_cache(worker)
 
+    def timed(self, worker: Worker, requests: float | None, waited_s: float | None) -> None:
+        """The engine told how long its requests took to their first tokens: see `Speed.told`."""
+        if self.settings.learn_speed and worker.speed.told(requests, waited_s):
+            worker.speed.shrink(sum([each.speed.log_factor for each in self._list]) / len(self._list))
+            worker.prefill_s_per_token = worker.speed.s_per_token
+
     def restarted(self, worker: Worker, now: float) -> None:
         """The engine started anew: its cache is empty, and old failures are not its own."""
         self._forget_cache(worker)
@@ -267,10 +295,20 @@ class Pool:
         ``chain``: None when the prompt could not be read; the request then goes by load alone.
         ``policy``: overrides the pool's own.
         """
+        situation = self.situation(chain, now, policy)
+        if situation is None:
+            return None
+        self._serial += 1
+        return self.choose(situation, now)
+
+    def situation(
+        self, chain: PrefixChain | None, now: float, policy: str | None = None
+    ) -> Situation | None:
+        """What the next decision would be made from; None when the pool has no worker."""
         workers: Sequence[Worker] = self._list
         if not workers:
             return None
-        serial = self._serial = self._serial + 1
+        serial = self._serial + 1
         name = policy or self.settings.policy
         rank = POLICIES[name]
         panic = False
@@ -310,9 +348,15 @@ class Pool:
         )
         if overflow or (chain is None and name not in _BLIND):
             rank = least_request
+        return Situation(name, rank, query, workers, candidates, overflow, panic)
+
+    def choose(self, situation: Situation, now: float) -> Decision:
+        """The decision in that situation."""
+        rank, query, workers = situation.rank, situation.query, situation.workers
+        candidates, cached, overflow = situation.candidates, query.cached, situation.overflow
         ranking = rank(query, candidates, self.settings, now)
         order = tuple(ranking.order[: self.settings.fallbacks + 1])
-        if panic:
+        if situation.panic:
             order = self._well_behind(order, rank, query, now)
         elif len(order) <= self.settings.fallbacks and len(order) < len(workers):
             # Behind those with room come busy ones, before Envoy takes any, the ejected among them.
@@ -326,10 +370,11 @@ class Pool:
         elif len(candidates) < len(self._list):
             reason = self._why_passed_over(query, chosen, rank, now) or reason
         hit = cached.get(chosen.slot, 0)
+        tokens = query.prompt_tokens
         ttft_s = chosen.backlog_s(now) + (tokens - hit) * chosen.prefill_s_per_token
         return Decision(
             self.name,
-            name,
+            situation.policy,
             reason,
             order,
             tokens,
@@ -411,10 +456,12 @@ class Pool:
         ticket.worker = worker
         worker.in_flight += 1
         self._busy_s *= exp((self._busy_at_s - now) / UTILISATION_S)
-        self._busy_s += ticket.miss_tokens * worker.prefill_s_per_token
+        ticket.prefill_s = ticket.miss_tokens * worker.prefill_s_per_token
+        self._busy_s += ticket.prefill_s
         self._busy_at_s = now
-        worker.free_at_s = max(worker.free_at_s, now) + ticket.miss_tokens * worker.prefill_s_per_token
+        worker.free_at_s = max(worker.free_at_s, now) + ticket.prefill_s
         ticket.prefilled_s = worker.free_at_s
+        ticket.foretold_s = worker.free_at_s - now
         if ticket.chain is not None:
             self.heat.began(ticket.chain.key, worker.slot)
         # At the decision, not at the first token: a simultaneous twin must find the prefix there.
@@ -434,7 +481,7 @@ class Pool:
         worker = ticket.worker
         if worker is None:
             return
-        worker.free_at_s -= ticket.miss_tokens * worker.prefill_s_per_token
+        worker.free_at_s -= ticket.prefill_s
         self._leave(ticket, worker)
 
     def _leave(self, ticket: Ticket, worker: Worker) -> None:
@@ -463,8 +510,9 @@ class Pool:
             self.picture.add_output(worker.slot, output_tokens, now)
         self._touch(ticket, worker, now)
         # Refused by the engine, given up by the client, or faster than thought: nothing of it waits any more.
-        left_s = min(ticket.prefilled_s - now, ticket.miss_tokens * worker.prefill_s_per_token)
+        left_s = min(ticket.prefilled_s - now, ticket.prefill_s)
         worker.free_at_s -= max(0.0, left_s)
+        worker.speed.ended(ticket.foretold_s)
         self._leave(ticket, worker)
 
     def observe_cache(self, worker: Worker) -> None:

@@ -142,6 +142,7 @@ class ClientSimulation(Simulation):
         assert isinstance(flight, Attempt)
         del worker.flights[flight.index]
         flight.ended_s = self.now
+        worker.count(flight)
         flight.outcome = "done"
         flight.prefilled_tokens = flight.request.prompt_tokens - flight.cached_tokens
         self.router.ended(flight, self.now)

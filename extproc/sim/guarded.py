@@ -26,6 +26,7 @@ class GuardedRouter(PoolRouter):
 
     def ask(self, attempt: Attempt, now: float) -> int | Shed:
         """As `extproc.router.Router.route` does."""
+        self._read_engines(now)
         request = attempt.request
         chain = router_chain(request, self._settings, self._distortion.tokens)
         decision = self.pool.decide(chain, now)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 
 from xxhash import xxh3_64_intdigest
 
@@ -69,6 +70,8 @@ class PoolRouter:
         self._endpoints: dict[int, EndpointConfig] = {}
         self._tickets: dict[int, tuple[Ticket, float]] = {}  # flight index → ticket, predicted TTFT in s
         self._index: dict[str, int] = {}
+        self._readings: list[tuple[float, int]] = []  # heap: when whose metrics are read next
+        self._engines: dict[int, Worker] = {}
         self._records: list[Record] = []
         self._replica = replica
         self.pool = self._new_pool()
@@ -78,6 +81,7 @@ class PoolRouter:
 
     def route(self, flight: Flight, now: float) -> int:
         """As `extproc.router.Router.route` does."""
+        self._read_engines(now)
         chain = router_chain(flight.request, self._settings, self._distortion.tokens)
         decision = self.pool.decide(chain, now)
         assert decision is not None
@@ -107,11 +111,26 @@ class PoolRouter:
             cache_tokens=tokens,
         )
         self.pool.update(self._config())
+        self._engines[worker.index] = worker
+        interval_s = self._settings.scrape_interval_s
+        if interval_s:  # not all at once
+            heappush(self._readings, (now + interval_s * (worker.index % 8 + 1) / 8, worker.index))
 
     def leave(self, worker: Worker, now: float) -> None:
         """The YAML names one worker less."""
-        del self._endpoints[worker.index]
+        del self._endpoints[worker.index], self._engines[worker.index]
         self.pool.update(self._config())
+
+    def _read_engines(self, now: float) -> None:
+        """As `extproc.engine.scraper` does."""
+        while self._readings and self._readings[0][0] <= now:
+            time, index = heappop(self._readings)
+            engine = self._engines.get(index)
+            if engine is None:
+                continue
+            worker = next(w for w in self.pool.workers if self._index[w.address] == index)
+            self.pool.timed(worker, engine.prefills, engine.waited_s)
+            heappush(self._readings, (time + self._settings.scrape_interval_s, index))
 
     def records(self) -> list[Record]:
         """What the pool published since the last call."""

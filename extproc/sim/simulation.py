@@ -86,7 +86,7 @@ class Flight:
 class Worker:
     """An engine in virtual time, and what is on its way to it."""
 
-    __slots__ = ("coming", "end_s", "engine", "flights", "index", "version")
+    __slots__ = ("coming", "end_s", "engine", "flights", "index", "prefills", "version", "waited_s")
 
     def __init__(self, index: int, config: EngineConfig) -> None:
         self.index = index
@@ -95,6 +95,13 @@ class Worker:
         self.flights: dict[int, Flight] = {}  # flight index → in the engine
         self.version = 0  # of the step in progress: what was scheduled for an older one is void
         self.end_s = 0.0  # of the step in progress
+        self.prefills = 0  # requests that ended, as vLLM counts them in its histograms ...
+        self.waited_s = 0.0  # ... and their times in its queue and in prefill, in sum
+
+    def count(self, flight: Flight) -> None:
+        """A request has ended here."""
+        self.prefills += 1
+        self.waited_s += flight.first_token_s - flight.queued_s
 
 
 class Router(Protocol):
@@ -274,6 +281,7 @@ class Simulation:
     def _end(self, worker: Worker, flight: Flight) -> None:
         del worker.flights[flight.index]
         flight.ended_s = self.now
+        worker.count(flight)
         self.routers[flight.replica].ended(flight, self.now)
         self._tell(flight.replica)
         if len(self.flights) < self._requests:
