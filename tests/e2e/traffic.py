@@ -8,7 +8,7 @@ import json
 import struct
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,16 +93,7 @@ async def client(stack: Stack) -> AsyncIterator[Client]:
 
 async def ask_with_trailers(stack: Stack, body: bytes) -> None:
     """A request over HTTP/2 with trailers behind its body (at most 16 KiB); waits for the answer's end."""
-    fields = {
-        ":method": "POST",
-        ":scheme": "http",
-        ":path": COMPLETIONS,
-        ":authority": "inference",
-        "content-type": "application/json",
-    }
-    reader, writer = await asyncio.open_connection("127.0.0.1", stack.listener_port)
-    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0, b""))
-    writer.write(_frame(_HEADERS, _END_HEADERS, 1, _fields(fields)) + _frame(_DATA, 0, 1, body))
+    reader, writer = await _begin_over_http2(stack, body)
     writer.write(_frame(_HEADERS, _END_HEADERS | _END_STREAM, 1, _fields({"x-checksum": "1"})))
     kind = flags = stream = 0
     async with asyncio.timeout(60):
@@ -114,8 +105,37 @@ async def ask_with_trailers(stack: Stack, body: bytes) -> None:
     await writer.wait_closed()
 
 
+async def reset_over_http2(stack: Stack, body: bytes, after_s: float) -> None:
+    """A request over HTTP/2 (body at most 16 KiB) that the client resets after a while."""
+    _, writer = await _begin_over_http2(stack, body)
+    writer.write(_frame(_DATA, _END_STREAM, 1, b""))
+    await writer.drain()
+    await asyncio.sleep(after_s)
+    writer.write(_frame(_RST_STREAM, 0, 1, struct.pack(">I", _CANCEL)))
+    await writer.drain()
+    writer.close()
+    with suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+async def _begin_over_http2(stack: Stack, body: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection with a request whose stream (number 1) is still open."""
+    fields = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": COMPLETIONS,
+        ":authority": "inference",
+        "content-type": "application/json",
+    }
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.listener_port)
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _frame(_SETTINGS, 0, 0, b""))
+    writer.write(_frame(_HEADERS, _END_HEADERS, 1, _fields(fields)) + _frame(_DATA, 0, 1, body))
+    return reader, writer
+
+
 _DATA, _HEADERS, _RST_STREAM, _SETTINGS, _GOAWAY = 0, 1, 3, 4, 7
 _END_STREAM, _END_HEADERS = 1, 4
+_CANCEL = 8
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
