@@ -107,6 +107,16 @@ class _Gauges(Collector):
             labels = [target.pool.name, target.worker.address]
             age.add_metric(labels, math.inf if age_s is None else age_s)
         yield age
+        speed = GaugeMetricFamily(
+            "extproc_worker_prefill_tokens_per_second",
+            "Uncached prompt tokens that the worker prefills in a second, as the router believes.",
+            labels=["pool", "worker"],
+        )
+        for target, _ in found:
+            speed.add_metric(
+                [target.pool.name, target.worker.address], 1.0 / target.worker.prefill_s_per_token
+            )
+        yield speed
         for name, help_text, value in _GAUGES:
             family = GaugeMetricFamily(name, help_text, labels=["pool", "worker"])
             for target, state in found:

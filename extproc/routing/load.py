@@ -64,6 +64,11 @@ class Worker:
         self.prefill_s_per_token = self.speed.s_per_token
         self.health.configure(settings)
 
+    def learned(self, log_factor: float) -> None:
+        """The logarithm of its speed over the prior is this."""
+        self.speed.log_factor = log_factor
+        self.prefill_s_per_token = self.speed.s_per_token
+
     def backlog_s(self, now: float) -> float:
         """Seconds of prefill that wait in front of a new request."""
         return max(0.0, self.free_at_s - now)

@@ -22,6 +22,7 @@ from extproc.routing.heat import Heat
 from extproc.routing.load import Worker
 from extproc.routing.policy import POLICIES, Policy, Query, least_request
 from extproc.routing.records import Decided, Ended, Moved, Record
+from extproc.routing.speed import SHRINK
 
 #: A cache of unknown size is pictured as this large; it bounds the router's memory.
 UNKNOWN_CACHE_TOKENS = 4_000_000
@@ -104,7 +105,7 @@ class Ticket:
         self.chain = chain
         self.miss_tokens = miss
         self.prefill_s = 0.0  # what it adds to its worker's queue
-        self.foretold_s = 0.0  # until its first token, queue and own prefill
+        self.foretold_s: float | None = None  # queue and own prefill, if they were known at the decision
         self.decided_s = now
         self.prefilled_s = now  # when its prefill will be done, by the fluid queue
         self.decision: Decision | None = None
@@ -186,6 +187,7 @@ class Pool:
         worker = self._departed.pop(endpoint.address, None)
         if worker is None:
             worker = Worker(endpoint, slot, self.settings)
+            worker.learned(self._log_factor())
         else:  # back while some of its old requests still run: their count goes on
             worker.slot = slot
             worker.configure(endpoint, self.settings)
@@ -216,9 +218,12 @@ class Pool:
 
     def timed(self, worker: Worker, requests: float | None, waited_s: float | None) -> None:
         """The engine told how long its requests took to their first tokens: see `Speed.told`."""
-        if self.settings.learn_speed and worker.speed.told(requests, waited_s):
-            worker.speed.shrink(sum([each.speed.log_factor for each in self._list]) / len(self._list))
-            worker.prefill_s_per_token = worker.speed.s_per_token
+        if self.settings.learn_speed and worker.slot >= 0 and worker.speed.told(requests, waited_s):
+            worker.learned(worker.speed.log_factor + SHRINK * (self._log_factor() - worker.speed.log_factor))
+
+    def _log_factor(self) -> float:
+        """The workers' mean."""
+        return sum([worker.speed.log_factor for worker in self._list]) / max(1, len(self._list))
 
     def restarted(self, worker: Worker, now: float) -> None:
         """The engine started anew: its cache is empty, and old failures are not its own."""
@@ -461,7 +466,7 @@ class Pool:
         self._busy_at_s = now
         worker.free_at_s = max(worker.free_at_s, now) + ticket.prefill_s
         ticket.prefilled_s = worker.free_at_s
-        ticket.foretold_s = worker.free_at_s - now
+        ticket.foretold_s = None if ticket.chain is None else worker.free_at_s - now
         if ticket.chain is not None:
             self.heat.began(ticket.chain.key, worker.slot)
         # At the decision, not at the first token: a simultaneous twin must find the prefix there.
@@ -500,6 +505,7 @@ class Pool:
                 blocks = self.picture.lookup(ticket.chain.hashes).get(worker.slot, 0)
                 ticket.miss_tokens = max(0, ticket.chain.tokens - blocks * ticket.chain.block_tokens)
             self._charge(ticket, worker, now)
+            ticket.foretold_s = None  # it came there before now
 
     def _settle(self, ticket: Ticket, now: float, output_tokens: float) -> None:
         worker = ticket.worker
@@ -512,7 +518,8 @@ class Pool:
         # Refused by the engine, given up by the client, or faster than thought: nothing of it waits any more.
         left_s = min(ticket.prefilled_s - now, ticket.prefill_s)
         worker.free_at_s -= max(0.0, left_s)
-        worker.speed.ended(ticket.foretold_s)
+        if ticket.foretold_s is not None:
+            worker.speed.ended(ticket.foretold_s)
         self._leave(ticket, worker)
 
     def observe_cache(self, worker: Worker) -> None:

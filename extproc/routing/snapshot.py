@@ -1,9 +1,9 @@
 """A pool's picture of its workers' caches as bytes, so that a restarted router doesn't start blind.
 
-Only what was learned is kept: who holds which blocks, in which order they were used, and which process of
-the engine that was. Accounts of requests in flight die with the router, as their streams do. Times are
-stored as ages, so the two processes need no common clock but the wall's, and addresses instead of slots,
-so the fleet may have changed meanwhile.
+Only what was learned is kept: who holds which blocks, in which order they were used, which process of the
+engine that was, and how fast it prefills. Accounts of requests in flight die with the router, as their
+streams do. Times are stored as ages, so the two processes need no common clock but the wall's, and addresses
+instead of slots, so the fleet may have changed meanwhile.
 
 The tree is stored node by node, parents first: ``(index of the parent, hashes)``; each worker's holdings
 as ``(node, age in s)``, least recently used first. Restoring replays them as touches in that order; blocks
@@ -38,6 +38,7 @@ class _Holding(msgspec.Struct, array_like=True):
 class _Worker(msgspec.Struct, array_like=True):
     holdings: list[_Holding]
     engine_started_s: float | None
+    prefill_s_per_token: float | None = None  # as learned; None: not learned, or from before it was saved
 
 
 class _Node(msgspec.Struct, array_like=True):
@@ -114,6 +115,7 @@ def _save_pool(pool: Pool, now: float) -> _Pool:
                 if len(node.hashes)  # output tokens have no hashes, and nobody can hit them
             ],
             worker.engine_started_s,
+            worker.prefill_s_per_token if pool.settings.learn_speed else None,
         )
         for worker in pool.workers
     }
@@ -145,6 +147,8 @@ def _restore_pool(saved: _Pool, chains: list[array[int]], pool: Pool, then: floa
         if kept is None:
             continue
         worker.engine_started_s = kept.engine_started_s
+        if kept.prefill_s_per_token is not None and pool.settings.learn_speed:
+            worker.learned(worker.speed.log_factor_at(kept.prefill_s_per_token))
         for holding in kept.holdings:
             chain = chains[holding.node]
             length = len(chain) - len(saved.nodes[holding.node].hashes) // 8 + holding.blocks

@@ -19,7 +19,7 @@ teaches nothing. Neither do engines that don't tell.
 
 from __future__ import annotations
 
-from math import exp, isfinite, log
+from math import exp, inf, isfinite, log
 
 #: The speed stays within this factor of the prior.
 MAX_FACTOR = 8.0
@@ -114,9 +114,11 @@ class Speed:
         overhead_s = self.overhead_s + gain * error_s * OVERHEAD_SD_S**2
         self.overhead_s = min(max(0.0, overhead_s), MAX_OVERHEAD_S)
 
-    def shrink(self, mean_log_factor: float) -> None:
-        """Go a little way to the pool's mean."""
-        self.log_factor += SHRINK * (mean_log_factor - self.log_factor)
+    def log_factor_at(self, s_per_token: float) -> float:
+        """What `log_factor` is at this speed, within its bounds; as it is now if that is no speed."""
+        if not 0.0 < s_per_token < inf:
+            return self.log_factor
+        return _bounded(log(self.prior_s_per_token / s_per_token), log(MAX_FACTOR))
 
 
 def _bounded(value: float, limit: float) -> float:
