@@ -14,6 +14,7 @@ from extproc import __version__
 COMMANDS = {
     "serve": ("extproc.serve", "run the router: an Envoy ext_proc server"),
     "health": ("extproc.health", "ask a running router whether it serves"),
+    "explain": ("extproc.explain", "what would become of a request, and why"),
     "demo": ("extproc.sim.demo", "real Envoy, the router and emulated workers: see the difference"),
     "drill": ("extproc.sim.drill", "break emulated workers under load: what do clients notice?"),
     "worker": ("extproc.sim.worker", "run one emulated vLLM worker"),

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 
 from extproc.fleet.config import PoolConfig, RouterConfig
 from extproc.fleet.settings import RouteOverrides
-from extproc.observe.observer import Observer
+from extproc.observe.observer import Observer, Seen
 from extproc.prefix import PrefixChain, chain
 from extproc.prompt import Prompt, Unreadable, read_prompt
 from extproc.routing.admission import Admission, Shed
 from extproc.routing.demand import Demand, read_demand, wanted_headers
+from extproc.routing.explanation import Explanation, explain
 from extproc.routing.health import Change
 from extproc.routing.load import Worker
 from extproc.routing.pool import Decision, Pool, Ticket
@@ -61,6 +62,9 @@ class Routing:
     request_id: str
     header_timeout_ms: int = 0
     status: int = 0
+    attempts: int = 0  # by Envoy; 0: unknown
+    headers_s: float | None = None  # when response headers came
+    served: str = ""  # by whom: ip:port; "" if nobody
     demand: Demand | None = None  # None: admission had nothing to do with it
     streamed: bool = False
 
@@ -132,24 +136,11 @@ class Router:
         if pool is None:
             self._observer.unrouted("no_pool", facts.request_id, overrides.pool or facts.cluster)
             return None
-        prompt: Prompt | Unreadable = Unreadable.INCOMPLETE
-        if body is not None:
-            prompt = read_prompt(
-                facts.path,
-                facts.content_type,
-                facts.content_encoding,
-                body,
-                content_format=pool.settings.content_format,
-            )
+        prompt = _read(pool, facts, body)
         prefix: PrefixChain | None = None
         max_output_tokens = DEFAULT_MAX_OUTPUT_TOKENS
         if isinstance(prompt, Prompt):
-            prefix = chain(
-                prompt,
-                block_tokens=pool.settings.block_tokens,
-                chars_per_token=pool.settings.chars_per_token,
-                prefix_tokens=pool.settings.prefix_tokens,
-            )
+            prefix = _chain(pool, prompt)
             max_output_tokens = prompt.max_tokens or max_output_tokens
         else:
             self._observer.unreadable(pool.name, prompt, facts.request_id)
@@ -190,9 +181,31 @@ class Router:
             streamed=stream,
         )
 
+    def explain(
+        self, facts: RequestFacts, overrides: RouteOverrides, body: bytes, now: float
+    ) -> Explanation | None:
+        """What `route` would do with such a request now, and why; None when no pool is meant.
+
+        Nothing is counted, remembered or logged.
+        """
+        pool = self.pool_for(facts, overrides)
+        if pool is None:
+            return None
+        prompt = _read(pool, facts, body)
+        return explain(
+            pool,
+            self._gates[pool.name],
+            _chain(pool, prompt) if isinstance(prompt, Prompt) else None,
+            read_demand(facts.headers, body, overrides.priority, pool.settings),
+            now,
+            policy=overrides.policy,
+            unreadable="" if isinstance(prompt, Prompt) else prompt.value,
+        )
+
     def responded(self, routing: Routing, upstream: str, attempts: int, status: int, now: float) -> None:
         """Response headers came, from ``upstream`` (``ip:port``; "" when no worker was reached)."""
-        routing.status = status
+        routing.status, routing.attempts = status, attempts
+        routing.served, routing.headers_s = upstream, now
         routing.pool.heard(routing.ticket, upstream, attempts, status, now)
         picked = routing.decision.worker.address
         if upstream != picked:
@@ -217,7 +230,39 @@ class Router:
             streamed=routing.streamed,
             now=now,
         )
-        self._observer.ended(routing.decision, routing.request_id, routing.status)
+        decided_s = routing.ticket.decided_s
+        self._observer.ended(
+            routing.decision,
+            Seen(
+                routing.request_id,
+                routing.served,
+                routing.status,
+                routing.attempts,
+                None if routing.headers_s is None else routing.headers_s - decided_s,
+                now - decided_s,
+            ),
+        )
+
+
+def _read(pool: Pool, facts: RequestFacts, body: bytes | None) -> Prompt | Unreadable:
+    if body is None:
+        return Unreadable.INCOMPLETE
+    return read_prompt(
+        facts.path,
+        facts.content_type,
+        facts.content_encoding,
+        body,
+        content_format=pool.settings.content_format,
+    )
+
+
+def _chain(pool: Pool, prompt: Prompt) -> PrefixChain:
+    return chain(
+        prompt,
+        block_tokens=pool.settings.block_tokens,
+        chars_per_token=pool.settings.chars_per_token,
+        prefix_tokens=pool.settings.prefix_tokens,
+    )
 
 
 _NOTHING = PoolConfig("", ())

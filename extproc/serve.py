@@ -20,7 +20,7 @@ from extproc.fleet.config import RouterConfig
 from extproc.fleet.dns import Resolver, expand
 from extproc.fleet.watch import Watcher
 from extproc.observe.engines import EngineObserver
-from extproc.observe.exporter import serve_metrics
+from extproc.observe.exporter import Exporter
 from extproc.observe.logs import LEVELS, configure
 from extproc.observe.observer import Observer
 from extproc.router import Router
@@ -113,10 +113,10 @@ async def _serve(args: argparse.Namespace) -> int:
         following.append(asyncio.create_task(state.keep()))
     for task in following:
         task.add_done_callback(report)
-    metrics = None
+    exporter = Exporter(observer.registry, router) if args.metrics else None
     try:
-        if args.metrics:
-            metrics = serve_metrics(args.metrics, observer.registry)
+        if exporter is not None:
+            await exporter.start(args.metrics)
         address = await server.start(args.listen)
         log.info(
             "serving",
@@ -133,6 +133,6 @@ async def _serve(args: argparse.Namespace) -> int:
     finally:
         for task in following:
             task.cancel()
-        if metrics is not None:
-            metrics.shutdown()
+        if exporter is not None:
+            await exporter.stop()
     return 0

@@ -1,21 +1,106 @@
-"""Prometheus' ``/metrics`` on a port of its own, in a thread, off the event loop."""
+"""The router's second port, for people and for Prometheus.
+
+``GET /metrics`` (and ``/``) is the registry, encoded in a thread, off the event loop. ``POST /explain`` takes
+a request's body and says what would become of the request, as JSON (`extproc.routing.explanation`). It
+changes nothing. As it tells what the caches hold, it answers this machine only, wherever the port listens.
+"""
 
 from __future__ import annotations
 
-from wsgiref.simple_server import WSGIServer
+import asyncio
+import ipaddress
+import time
+from collections.abc import Mapping
 
-from prometheus_client import CollectorRegistry, start_http_server
+import msgspec
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
 from extproc.errors import ListenError
+from extproc.fleet.settings import ROUTE_PREFIX, route_overrides
+from extproc.router import RequestFacts, Router
+
+EXPLAIN_PATH = "/explain"
+
+#: Query parameter of ``/explain``: the path that the request would have.
+PATH_PARAMETER = "path"
+
+DEFAULT_PATH = "/v1/chat/completions"
 
 
-def serve_metrics(address: str, registry: CollectorRegistry) -> WSGIServer:
-    """Serve on ``host:port`` until `WSGIServer.shutdown`. ListenError names what is wrong."""
-    host, _, port = address.rpartition(":")
-    if not port.isdigit() or not host:
-        raise ListenError(f"--metrics {address}: use host:port, for example 127.0.0.1:9090")
+class Exporter:
+    """A running listener. Open it in the router's event loop, close it there."""
+
+    def __init__(self, registry: CollectorRegistry, router: Router) -> None:
+        self._registry = registry
+        self._router = router
+        # Refuses a longer body by itself. 0 would be no limit.
+        application = web.Application(client_max_size=max(1, router.config.max_body_bytes))
+        application.add_routes(
+            [
+                web.get("/", self._metrics),
+                web.get("/metrics", self._metrics),
+                web.post(EXPLAIN_PATH, self._explain),
+            ]
+        )
+        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
+
+    async def start(self, address: str) -> str:
+        """Serve on ``host:port`` (port 0: any); returns the address. ListenError names what is wrong."""
+        host, _, port = address.rpartition(":")
+        if not (port.isascii() and port.isdigit() and len(port) < 6 and int(port) < 65536) or not host:
+            raise ListenError(f"--metrics {address}: use host:port, for example 127.0.0.1:9090")
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host.strip("[]"), int(port)).start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise ListenError(f"can't serve metrics on {address}: {error}") from error
+        return f"{host}:{self._runner.addresses[0][1]}"
+
+    async def stop(self) -> None:
+        """Close the port."""
+        await self._runner.cleanup()
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        registry: Collector = self._registry
+        if names := request.query.getall("name[]", []):
+            registry = self._registry.restricted_registry(names)
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        text = await asyncio.to_thread(encode, registry)
+        response = web.Response(body=text, headers={"content-type": content_type})
+        response.enable_compression()
+        return response
+
+    async def _explain(self, request: web.Request) -> web.Response:
+        if not _is_local(request.remote):
+            raise web.HTTPForbidden(text=f"{EXPLAIN_PATH} answers this machine only\n")
+        body = await request.read()
+        headers: Mapping[str, str] = {name.lower(): value for name, value in request.headers.items()}
+        overrides, problems = route_overrides(
+            (name, value) for name, value in request.query.items() if name.startswith(ROUTE_PREFIX)
+        )
+        if problems:
+            raise web.HTTPBadRequest(text="".join(f"{problem}\n" for problem in problems))
+        facts = RequestFacts(
+            path=request.query.get(PATH_PARAMETER, DEFAULT_PATH),
+            content_type="application/json",  # whatever curl calls it
+            headers={name: headers[name] for name in self._router.wanted_headers & headers.keys()},
+        )
+        explanation = self._router.explain(facts, overrides, body, time.monotonic())
+        if explanation is None:
+            pools = ", ".join(sorted(self._router.pools)) or "none"
+            raise web.HTTPNotFound(text=f"which pool? There are: {pools}\n")
+        return web.json_response(body=msgspec.json.encode(explanation))
+
+
+def _is_local(remote: str | None) -> bool:
+    """Whether a peer's address is this machine's loopback."""
     try:
-        server, _thread = start_http_server(int(port), addr=host.strip("[]"), registry=registry)
-    except (OSError, OverflowError) as error:
-        raise ListenError(f"can't serve metrics on {address}: {error}") from error
-    return server
+        address = ipaddress.ip_address(remote or "")
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback

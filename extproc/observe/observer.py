@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import structlog
 from prometheus_client import (
@@ -31,6 +32,23 @@ from extproc.routing.load import Worker
 from extproc.routing.pool import Decision, Pool
 
 TTFT_BUCKETS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What became of a decision.
+
+    ``worker``: ``ip:port`` of the one that answered, "" for none. ``status``, ``attempts``: 0 when unknown.
+    ``headers_s``: from the decision to the response headers, None if they never came: an upper bound on the
+    time to the first token only where the answer isn't a stream. ``duration_s``: to the stream's end.
+    """
+
+    request_id: str
+    worker: str
+    status: int
+    attempts: int
+    headers_s: float | None
+    duration_s: float
 
 
 class Observer:
@@ -220,10 +238,23 @@ class Observer:
             for_s=round(change.for_s, 1) or None,
         )
 
-    def ended(self, decision: Decision, request_id: str, status: int) -> None:
+    def ended(self, decision: Decision, seen: Seen) -> None:
         """A request's stream is over."""
-        self._responses.labels(decision.pool, f"{status // 100}xx" if status else "none").inc()
-        self.log.debug("ended", request_id=request_id, worker=decision.worker.address, status=status)
+        self._responses.labels(decision.pool, f"{seen.status // 100}xx" if seen.status else "none").inc()
+        self.log.debug(
+            "ended",
+            request_id=seen.request_id,
+            pool=decision.pool,
+            picked=decision.worker.address,
+            worker=seen.worker or None,
+            status=seen.status or None,
+            attempts=seen.attempts or None,
+            headers_ms=None if seen.headers_s is None else round(seen.headers_s * 1000, 1),
+            duration_ms=round(seen.duration_s * 1000, 1),
+            predicted_ttft_ms=round(decision.predicted_ttft_s * 1000, 1),
+            prompt_tokens=decision.prompt_tokens,
+            cached_tokens=decision.cached_tokens,
+        )
 
     def route_problem(self, problem: str) -> None:
         """A route's gRPC metadata has a key or a value that we don't know."""

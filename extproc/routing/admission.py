@@ -102,6 +102,14 @@ class Admission:
             self.retries.refused(demand.body, shed.retry_after_s, now)
         return shed
 
+    def foresee(self, decision: Decision, demand: Demand, now: float) -> Shed | None:
+        """What `admit` would say; nothing is counted or remembered."""
+        twin = Admission(self._pool)
+        twin.queues = self.queues
+        twin.shares = self.shares.aside(demand.tenant)
+        twin.retries = self.retries.aside(demand.tenant, demand.body)
+        return twin.admit(decision, demand, now)
+
     def began(self, decision: Decision, now: float) -> Entry:
         """The request goes to its worker; call it for each one, before `Pool.begin`. For `ended`."""
         return self.queues.enter(decision.worker, decision.prompt_tokens - decision.cached_tokens, now)

@@ -18,6 +18,7 @@ a queue, in which the small tenants would wait, too. A tenant alone has the pool
 from __future__ import annotations
 
 from collections import OrderedDict
+from copy import deepcopy
 from math import exp
 
 #: Time over which it is judged how much a tenant asks for.
@@ -63,6 +64,15 @@ class FairShares:
 
     def __len__(self) -> int:
         return len(self._tenants)
+
+    def aside(self, name: str) -> FairShares:
+        """A copy to try a request of this tenant on: the original doesn't notice."""
+        copied = FairShares()
+        copied._tenants = self._tenants.copy()
+        copied._weights = self._weights
+        if name in copied._tenants:
+            copied._tenants[name] = deepcopy(copied._tenants[name])
+        return copied
 
     def overdrawn_s(
         self,

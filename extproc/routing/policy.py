@@ -90,10 +90,7 @@ Policy = Callable[[Query, Sequence[Worker], PoolSettings, float], Ranking]
 def predicted(query: Query, workers: Sequence[Worker], settings: PoolSettings, now: float) -> Ranking:
     """Least predicted time to the first token, with what the choice costs others."""
     tokens, cached = query.prompt_tokens, query.cached
-    mean_rate = sum([w.prefill_s_per_token for w in workers]) / len(workers)
-    own_s = mean_rate * (1.0 + settings.alpha * _delayed(query.utilisation))
-    decode_s = settings.decode_ms * 1e-3 / mean_rate
-    evict_s = settings.eviction_weight * mean_rate
+    own_s, others_s, decode_s, evict_s = _prices(query, workers, settings)
     costs: list[tuple[float, int, int]] = []
     longest = 0
     for index, worker in enumerate(workers):
@@ -101,7 +98,8 @@ def predicted(query: Query, workers: Sequence[Worker], settings: PoolSettings, n
         if hit > longest:
             longest = hit
         miss = tokens - hit
-        cost = miss * own_s + worker.in_flight * worker.prefill_s_per_token * decode_s
+        # `terms` tells these apart; the sums agree to the last bit.
+        cost = miss * own_s + miss * others_s + worker.in_flight * worker.prefill_s_per_token * decode_s
         if worker.free_at_s > now:
             cost += worker.free_at_s - now
         if miss > worker.room_tokens:
@@ -127,6 +125,59 @@ def predicted(query: Query, workers: Sequence[Worker], settings: PoolSettings, n
             chosen = [workers[index] for _, _, index in best]
             reason = "spread"
     return Ranking(chosen, reason, [cost for cost, _, _ in best], rent_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What ``predicted`` adds up for one worker, in seconds, and the numbers that go in.
+
+    ``own_s``: this prompt's prefill; ``others_s``: what that costs the others (``alpha``); ``decode_s``:
+    batches that get slower; ``backlog_s``: prefill that waits; ``eviction_s``: recomputing what is evicted.
+    """
+
+    cached_tokens: int
+    uncached_tokens: int
+    own_s: float
+    others_s: float
+    decode_s: float
+    backlog_s: float
+    eviction_s: float
+
+    @property
+    def cost_s(self) -> float:
+        """The sum, in the order in which ``predicted`` adds."""
+        return self.own_s + self.others_s + self.decode_s + self.backlog_s + self.eviction_s
+
+
+def terms(
+    query: Query, worker: Worker, workers: Sequence[Worker], settings: PoolSettings, now: float
+) -> Terms:
+    """The terms of ``worker``'s cost in a ranking of ``workers``, which it need not be one of."""
+    own_s, others_s, decode_s, evict_s = _prices(query, workers, settings)
+    hit = query.cached.get(worker.slot, 0)
+    miss = query.prompt_tokens - hit
+    return Terms(
+        hit,
+        miss,
+        miss * own_s,
+        miss * others_s,
+        worker.in_flight * worker.prefill_s_per_token * decode_s,
+        worker.backlog_s(now),
+        evict_s * _evicted_tokens(worker, miss, now) if miss > worker.room_tokens else 0.0,
+    )
+
+
+def _prices(
+    query: Query, workers: Sequence[Worker], settings: PoolSettings
+) -> tuple[float, float, float, float]:
+    """Seconds an uncached token for its request and for others; of a decode's; of an evicted token."""
+    mean_rate = sum([w.prefill_s_per_token for w in workers]) / len(workers)
+    return (
+        mean_rate,
+        mean_rate * settings.alpha * _delayed(query.utilisation),
+        settings.decode_ms * 1e-3 / mean_rate,
+        settings.eviction_weight * mean_rate,
+    )
 
 
 def _delayed(utilisation: float) -> float:

@@ -19,6 +19,7 @@ Entries are bounded in number and age; a body is known by its hash only.
 from __future__ import annotations
 
 from collections import OrderedDict
+from copy import deepcopy
 from dataclasses import dataclass
 
 #: A request that failed longer ago than this is forgotten.
@@ -71,6 +72,16 @@ class RetryGuard:
     def __init__(self) -> None:
         self._past: OrderedDict[int, _Past] = OrderedDict()
         self._budgets: OrderedDict[str, _Budget] = OrderedDict()
+
+    def aside(self, tenant: str, body: int) -> RetryGuard:
+        """A copy to try a request of this tenant and body on: the original doesn't notice."""
+        copied = RetryGuard()
+        copied._past, copied._budgets = self._past.copy(), self._budgets.copy()
+        if body in copied._past:
+            copied._past[body] = deepcopy(copied._past[body])
+        if tenant in copied._budgets:
+            copied._budgets[tenant] = deepcopy(copied._budgets[tenant])
+        return copied
 
     def recognize(self, body: int, declared: bool, now: float) -> Retry | None:
         """Whether a request with this body hash is a retry. ``declared``: it says so itself."""
