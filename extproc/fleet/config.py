@@ -55,7 +55,7 @@ class PoolSettings:
     prefill_tokens_per_s: float = 10_000.0
     learn_speed: bool = False
     alpha: float = 1.0
-    decode_ms: float = 20.0
+    decode_ms: float = 40.0
     eviction_weight: float = 0.5
     spread_ms: float = 50.0
     scrape_interval_s: float = 10.0

@@ -36,6 +36,10 @@ FOREIGN_TTL_S = 900.0
 #: Policies that take no notice of the prompt, and so need none.
 _BLIND = frozenset({"least-request", "round-robin", "random"})
 
+#: Policies whose cost counts load: least loaded is what they choose anyway, and beyond all limits a choice
+#: without regard to caches would thrash them just when there is no time for it.
+_PRICED = frozenset({"predicted", "lmetric"})
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -351,7 +355,7 @@ class Pool:
             self.heat.rent_s(key, now),
             self.utilisation(now),
         )
-        if overflow or (chain is None and name not in _BLIND):
+        if name not in _BLIND and (chain is None or (overflow and name not in _PRICED)):
             rank = least_request
         return Situation(name, rank, query, workers, candidates, overflow, panic)
 
