@@ -6,7 +6,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: run test test-engine check format compose-test proto lock clean help
+.PHONY: run test soak fuzz test-engine check format compose-test proto lock clean help
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -25,6 +25,15 @@ run: $(STAMP) ## real Envoy + router + emulated workers: round robin against pre
 
 test: $(STAMP) ## all tests (ARGS="-k name" to choose)
 	$(BIN)/python -m pytest $(ARGS)
+
+REQUESTS ?= 10000
+RUNS     ?= 1
+soak: $(STAMP) ## mixed requests while Envoy and the router die: REQUESTS=10000 RUNS=5, or SECONDS=3600
+	$(BIN)/python tests/e2e/soak.py $(if $(SECONDS),--seconds $(SECONDS),--requests $(REQUESTS) --runs $(RUNS)) $(ARGS)
+
+CASES ?= 1000000
+fuzz: $(STAMP) ## random bodies and messages: CASES=1000000 SEED=1
+	$(BIN)/python tests/fuzz/fuzz.py --cases $(CASES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 test-engine: $(STAMP) ## against a real vLLM: VLLM=/path/to/vllm MODEL=/path/to/small-model
 	$(BIN)/python -m pytest tests/engine -m engine $(ARGS)

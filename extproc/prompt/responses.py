@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from extproc.prompt import chat
+from extproc.prompt.content import Content
 from extproc.prompt.model import Prompt, Unreadable
 from extproc.prompt.tools import ToolsReader
 
@@ -99,7 +100,7 @@ def _convert_item(item: dict[str, Any], messages: list[chat.Message]) -> None:
     if kind == "function_call_output":
         output = item.get("output")
         message = chat.Message(role="tool", tool_call_id=_string(item.get("call_id")))
-        message.content = output if isinstance(output, str | list) else None
+        message.content = msgspec.convert(output, Content) if isinstance(output, str | list) else None
         messages.append(message)
         return
     if kind not in ("function_call", "reasoning") and item.get("role") != "assistant":

@@ -556,6 +556,13 @@ GOOD = json.dumps(chat(USER)).encode()
         (CHAT, "", "", b'{"messages": "hi"}', Unreadable.NO_PROMPT),
         (CHAT, "", "", b'{"messages": [{"content": "no role"}]}', Unreadable.NO_PROMPT),
         (CHAT, "", "", b'{"messages": [{"role": "user", "content": 5}]}', Unreadable.NO_PROMPT),
+        (
+            RESPONSES,
+            "",
+            "",
+            b'{"input": [{"type": "function_call_output", "output": [[1]]}]}',
+            Unreadable.NO_PROMPT,
+        ),
         (COMPLETIONS, "", "", b"{}", Unreadable.NO_PROMPT),
         (COMPLETIONS, "", "", b'{"prompt": ""}', Unreadable.NO_PROMPT),
         (COMPLETIONS, "", "", b'{"prompt": []}', Unreadable.NO_PROMPT),
