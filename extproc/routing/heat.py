@@ -28,7 +28,7 @@ class _Key:
     __slots__ = ("at_s", "rent_s", "running")
 
     def __init__(self) -> None:
-        self.running: dict[int, int] = {}  # slot -> requests in flight
+        self.running: dict[str, int] = {}  # worker -> requests in flight
         self.rent_s = 0.0
         self.at_s = 0.0
 
@@ -39,8 +39,8 @@ class Heat:
     def __init__(self) -> None:
         self._keys: OrderedDict[int, _Key] = OrderedDict()
 
-    def running(self, key: int) -> Mapping[int, int]:
-        """Requests in flight with this key: {slot: requests}."""
+    def running(self, key: int) -> Mapping[str, int]:
+        """Requests in flight with this key, by the worker's address."""
         entry = self._keys.get(key)
         return entry.running if entry else {}
 
@@ -57,7 +57,7 @@ class Heat:
         if entry is not None:
             entry.rent_s, entry.at_s = rent_s, now
 
-    def began(self, key: int, slot: int) -> None:
+    def began(self, key: int, worker: str) -> None:
         """A request with this key runs on that worker."""
         entry = self._keys.get(key)
         if entry is None:
@@ -66,22 +66,17 @@ class Heat:
                 self._keys.popitem(last=False)
         else:
             self._keys.move_to_end(key)
-        entry.running[slot] = entry.running.get(slot, 0) + 1
+        entry.running[worker] = entry.running.get(worker, 0) + 1
 
-    def ended(self, key: int, slot: int) -> None:
+    def ended(self, key: int, worker: str) -> None:
         """It is over, or runs elsewhere."""
         entry = self._keys.get(key)
         if entry is None:
             return
-        left = entry.running.get(slot, 0) - 1
+        left = entry.running.get(worker, 0) - 1
         if left > 0:
-            entry.running[slot] = left
+            entry.running[worker] = left
         else:
-            entry.running.pop(slot, None)
+            entry.running.pop(worker, None)
             if not entry.running and not entry.rent_s:
                 del self._keys[key]
-
-    def forget(self, slot: int) -> None:
-        """The worker left; its slot may be another's soon."""
-        for entry in self._keys.values():
-            entry.running.pop(slot, None)

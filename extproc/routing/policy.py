@@ -56,7 +56,7 @@ class Query:
     ``cached``: slot -> prompt tokens that the worker is thought to hold; 0 for slots not in it.
     ``serial``: counts the pool's decisions, for policies that take turns.
     ``mean_in_flight``: requests in flight a worker, over the whole pool.
-    ``running``: slot -> requests in flight there with the same key; ``rent_s``: see `extproc.routing.heat`.
+    ``running``: address -> requests in flight there with the same key; ``rent_s``: see `extproc.routing.heat`.
     ``utilisation``: share of the workers' time that prefills take of late, 0 to 1 and more.
     """
 
@@ -65,7 +65,7 @@ class Query:
     cached: Mapping[int, int]
     serial: int
     mean_in_flight: float
-    running: Mapping[int, int] = field(default_factory=dict)
+    running: Mapping[str, int] = field(default_factory=dict)
     rent_s: float = 0.0
     utilisation: float = 0.0
 
@@ -118,7 +118,7 @@ def predicted(query: Query, workers: Sequence[Worker], settings: PoolSettings, n
     hit = cached.get(chosen[0].slot, 0)
     reason = "cold" if not longest else "affinity" if hit == longest else "load"
     rent_s = None
-    if len(workers) > 1 and query.running.get(chosen[0].slot, 0) > 1 and settings.spread_ms:
+    if len(workers) > 1 and query.running.get(chosen[0].address, 0) > 1 and settings.spread_ms:
         copy, rent_s = _copy(query, costs, best[0], workers, settings, now)
         if copy is not None:
             best = [copy, *[entry for entry in best if entry is not copy]][: settings.fallbacks + 1]
@@ -214,7 +214,7 @@ def _copy(
     deviations). Price: by how much that worker costs more, and what the copy evicts.
     """
     _, busy, index = best
-    own = query.running[workers[index].slot]
+    own = query.running[workers[index].address]
     least = min(costs, key=lambda entry: (entry[1], entry[0]))
     spared = min(busy - least[1], own) - 2.0 * sqrt(query.mean_in_flight)
     if spared <= 0:

@@ -202,7 +202,6 @@ class Pool:
 
     def _remove(self, worker: Worker) -> None:
         self.picture.remove_worker(worker.slot)
-        self.heat.forget(worker.slot)
         worker.slot = -1
         self._unwell.discard(worker)
         if worker.in_flight:
@@ -472,7 +471,7 @@ class Pool:
         ticket.prefilled_s = worker.free_at_s
         ticket.foretold_s = None if ticket.chain is None else worker.free_at_s - now
         if ticket.chain is not None:
-            self.heat.began(ticket.chain.key, worker.slot)
+            self.heat.began(ticket.chain.key, worker.address)
         # At the decision, not at the first token: a simultaneous twin must find the prefix there.
         self._touch(ticket, worker, now)
 
@@ -496,7 +495,7 @@ class Pool:
     def _leave(self, ticket: Ticket, worker: Worker) -> None:
         worker.in_flight -= 1
         if ticket.chain is not None:
-            self.heat.ended(ticket.chain.key, worker.slot)
+            self.heat.ended(ticket.chain.key, worker.address)
         if not worker.in_flight and self._departed.get(worker.address) is worker:
             del self._departed[worker.address]
 

@@ -15,7 +15,7 @@ from extproc.routing.pool import Pool, Ticket
 
 def test_rent_halves_and_starts_anew() -> None:
     prefixes = Heat()
-    prefixes.began(1, 0)
+    prefixes.began(1, "a")
     prefixes.set_rent(1, 4.0, 10.0)
     assert prefixes.rent_s(1, 10.0) == 4.0
     assert prefixes.rent_s(1, 10.0 + HALF_LIFE_S) == pytest.approx(2.0)
@@ -24,18 +24,18 @@ def test_rent_halves_and_starts_anew() -> None:
     assert prefixes.rent_s(2, 20.0) == 0.0
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.integers(0, 2)), max_size=80))
-def test_counts_are_those_of_a_plain_list(ops: list[tuple[bool, int, int]]) -> None:
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.sampled_from("abc")), max_size=80))
+def test_counts_are_those_of_a_plain_list(ops: list[tuple[bool, int, str]]) -> None:
     prefixes, running = Heat(), []
-    for begin, key, slot in ops:
+    for begin, key, worker in ops:
         if begin:
-            prefixes.began(key, slot)
-            running.append((key, slot))
-        elif (key, slot) in running:
-            prefixes.ended(key, slot)
-            running.remove((key, slot))
+            prefixes.began(key, worker)
+            running.append((key, worker))
+        elif (key, worker) in running:
+            prefixes.ended(key, worker)
+            running.remove((key, worker))
         for k in range(4):
-            counted = {s: running.count((k, s)) for s in range(3) if (k, s) in running}
+            counted = {w: running.count((k, w)) for w in "abc" if (k, w) in running}
             assert dict(prefixes.running(k)) == counted
 
 
@@ -44,15 +44,15 @@ def test_what_is_over_and_paid_nothing_is_forgotten_and_the_rest_is_bounded(
 ) -> None:
     monkeypatch.setattr(heat, "MAX_KEYS", 10)
     prefixes = Heat()
-    prefixes.began(1, 0)
-    prefixes.ended(1, 0)
+    prefixes.began(1, "a")
+    prefixes.ended(1, "a")
     assert not prefixes._keys
     for key in range(100):
-        prefixes.began(key, 0)
+        prefixes.began(key, "a")
         prefixes.set_rent(key, 1.0, 0.0)
-        prefixes.ended(key, 0)
+        prefixes.ended(key, "a")
     assert list(prefixes._keys) == list(range(90, 100))
-    prefixes.ended(5, 0)  # forgotten: harmless
+    prefixes.ended(5, "a")  # forgotten: harmless
 
 
 def test_a_hot_prefix_spreads_over_the_pool_and_cools_down_to_one_worker() -> None:

@@ -179,7 +179,7 @@ def crowd(own: int, others: int = 0) -> tuple[list[Worker], Query]:
         worker.in_flight = others
     workers[0].in_flight += own
     mean = sum(w.in_flight for w in workers) / len(workers)
-    return workers, query(cached={0: 1000}, running={0: own}, mean_in_flight=mean)
+    return workers, query(cached={0: 1000}, running={workers[0].address: own}, mean_in_flight=mean)
 
 
 def test_a_crowd_of_one_prefix_pays_rent_and_buys_a_copy_when_it_has_paid_the_price() -> None:
