@@ -45,6 +45,8 @@ _VLLM = {
     b"vllm:request_prefill_time_seconds_sum": "prefill_s",
     b"vllm:request_prefill_time_seconds_count": "prefills",
     b"vllm:request_prefill_kv_computed_tokens_sum": "prefilled_tokens",
+    b"vllm:request_prompt_tokens_count": "ended_requests",
+    b"vllm:request_prompt_tokens_sum": "ended_prompt_tokens",
     b"vllm:time_to_first_token_seconds_sum": "ttft_s",
     b"vllm:time_to_first_token_seconds_count": "first_tokens",
 }
@@ -125,6 +127,8 @@ class Decoder:
             prefilled_tokens=self._value("prefilled_tokens"),
             ttft_s=self._value("ttft_s"),
             first_tokens=self._value("first_tokens"),
+            ended_requests=self._value("ended_requests"),
+            ended_prompt_tokens=self._value("ended_prompt_tokens"),
             started_s=self._value("started_s"),
         )
 

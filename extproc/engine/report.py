@@ -20,6 +20,8 @@ _COUNTERS = (
     "prefills",
     "ttft_s",
     "first_tokens",
+    "ended_requests",
+    "ended_prompt_tokens",
 )
 
 #: A process's start is told in seconds since 1970, in floating point.
@@ -39,6 +41,7 @@ class EngineReport:
     ``prompt_tokens`` (prefilled, hits included); ``prefills`` (requests that ended), which waited
     ``queue_s`` in sum, then took ``prefill_s`` to the first token, for which ``prefilled_tokens`` were
     computed; ``first_tokens`` came after ``ttft_s`` in sum, reading the request included.
+    ``ended_requests`` had ``ended_prompt_tokens`` in sum, hits included.
     ``started_s``: start of the process, seconds since 1970.
     """
 
@@ -61,6 +64,8 @@ class EngineReport:
     prefilled_tokens: float | None = None
     ttft_s: float | None = None
     first_tokens: float | None = None
+    ended_requests: float | None = None
+    ended_prompt_tokens: float | None = None
     started_s: float | None = None
 
 

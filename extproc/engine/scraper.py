@@ -8,6 +8,7 @@ What readings are used for, and nothing else:
 
 - the size of the worker's KV cache, where the YAML doesn't give one, goes to the picture of it;
 - a restart empties that picture;
+- the lengths of the prompts that ended teach how long a token is (`extproc.routing.lengths`);
 - the times of the requests that ended teach the worker's speed (`extproc.routing.speed`).
 """
 
@@ -202,6 +203,7 @@ class Scraper:
             None if report.queue_s is None or report.prefill_s is None else report.queue_s + report.prefill_s
         )
         target.pool.timed(target.worker, report.prefills, waited_s)
+        target.pool.measured(target.worker, report.ended_requests, report.ended_prompt_tokens)
         if report.cache_tokens and (
             before.report is None or before.report.cache_tokens != report.cache_tokens
         ):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from extproc.fleet.config import EndpointConfig, PoolSettings
 from extproc.routing.health import Health
+from extproc.routing.lengths import Lengths
 from extproc.routing.speed import Speed
 
 
@@ -20,11 +21,13 @@ class Worker:
 
     __slots__ = (
         "address",
+        "cache_tokens",
         "cluster",
         "engine_started_s",
         "free_at_s",
         "health",
         "in_flight",
+        "lengths",
         "max_inflight",
         "max_pending_prefill_tokens",
         "name",
@@ -47,6 +50,8 @@ class Worker:
         self.room_tokens = 0.0  # free space in its cache, as pictured
         self.oldest_s: float | None = None  # last use of what it would evict first
         self.engine_started_s: float | None = None  # start of the engine's process (Unix time), if told
+        self.cache_tokens = 0  # size of its cache, in its own tokens
+        self.lengths = Lengths()
         self.health = Health(settings)
         self.configure(endpoint, settings)
 

@@ -19,6 +19,7 @@ from extproc.prefix import PrefixChain
 from extproc.routing.cache import CachePicture
 from extproc.routing.health import Cause, Change, Probe, State, usable
 from extproc.routing.heat import Heat
+from extproc.routing.lengths import Scale
 from extproc.routing.load import Worker
 from extproc.routing.policy import POLICIES, Policy, Query, least_request
 from extproc.routing.records import Decided, Ended, Moved, Record
@@ -26,6 +27,9 @@ from extproc.routing.speed import SHRINK
 
 #: A cache of unknown size is pictured as this large; it bounds the router's memory.
 UNKNOWN_CACHE_TOKENS = 4_000_000
+
+#: The caches' sizes follow the token scale in steps of this share.
+SCALE_STEP = 0.03
 
 #: Time constant of the pool's prefill utilisation.
 UTILISATION_S = 30.0
@@ -137,6 +141,8 @@ class Pool:
         self.settings = config.settings
         self.picture = CachePicture(config.settings.block_tokens)
         self.heat = Heat()
+        self.token_scale = 1.0  # the engines' tokens to one of our estimates
+        self._scale = Scale()
         self._busy_s = 0.0  # prefill decided lately, decaying
         self._busy_at_s = 0.0
         self.origin = origin
@@ -197,7 +203,7 @@ class Pool:
             worker.configure(endpoint, self.settings)
             if worker.health.state is not State.HEALTHY:
                 self._unwell.add(worker)
-        self.observe_cache(worker)
+        self.resize_cache(worker, self._cache_tokens(endpoint))
         return worker
 
     def _remove(self, worker: Worker) -> None:
@@ -215,9 +221,23 @@ class Pool:
 
     def resize_cache(self, worker: Worker, capacity_tokens: int) -> None:
         """The engine, or the YAML, told how many tokens the worker's KV cache holds."""
+        worker.cache_tokens = capacity_tokens
         if worker.slot >= 0:
-            self.picture.resize(worker.slot, capacity_tokens)
+            self.picture.resize(worker.slot, int(capacity_tokens / self.token_scale))
             self.observe_cache(worker)
+
+    def measured(self, worker: Worker, requests: float | None, prompt_tokens: float | None) -> None:
+        """The engine told how long its requests' prompts were: see `Lengths.told`.
+
+        The picture counts estimated tokens, so the caches' sizes follow the scale between the two.
+        """
+        if worker.slot < 0 or (learned := worker.lengths.told(requests, prompt_tokens)) is None:
+            return
+        self._scale.learn(*learned)
+        if abs(self._scale.value / self.token_scale - 1.0) > SCALE_STEP:
+            self.token_scale = self._scale.value
+            for each in self._list:
+                self.resize_cache(each, each.cache_tokens)
 
     def timed(self, worker: Worker, requests: float | None, waited_s: float | None) -> None:
         """The engine told how long its requests took to their first tokens: see `Speed.told`."""
@@ -309,9 +329,7 @@ class Pool:
         self._serial += 1
         return self.choose(situation, now)
 
-    def situation(
-        self, chain: PrefixChain | None, now: float, policy: str | None = None
-    ) -> Situation | None:
+    def situation(self, chain: PrefixChain | None, now: float, policy: str | None = None) -> Situation | None:
         """What the next decision would be made from; None when the pool has no worker."""
         workers: Sequence[Worker] = self._list
         if not workers:
@@ -523,6 +541,8 @@ class Pool:
         worker.free_at_s -= max(0.0, left_s)
         if ticket.foretold_s is not None:
             worker.speed.ended(ticket.foretold_s)
+        if ticket.chain is not None and output_tokens:  # answered; others aren't in the engine's count
+            worker.lengths.ended(ticket.chain.tokens)
         self._leave(ticket, worker)
 
     def observe_cache(self, worker: Worker) -> None:

@@ -130,6 +130,7 @@ class PoolRouter:
                 continue
             worker = next(w for w in self.pool.workers if self._index[w.address] == index)
             self.pool.timed(worker, engine.prefills, engine.waited_s)
+            self.pool.measured(worker, engine.prefills, engine.prompt_tokens)
             heappush(self._readings, (time + self._settings.scrape_interval_s, index))
 
     def records(self) -> list[Record]:

@@ -86,7 +86,17 @@ class Flight:
 class Worker:
     """An engine in virtual time, and what is on its way to it."""
 
-    __slots__ = ("coming", "end_s", "engine", "flights", "index", "prefills", "version", "waited_s")
+    __slots__ = (
+        "coming",
+        "end_s",
+        "engine",
+        "flights",
+        "index",
+        "prefills",
+        "prompt_tokens",
+        "version",
+        "waited_s",
+    )
 
     def __init__(self, index: int, config: EngineConfig) -> None:
         self.index = index
@@ -96,11 +106,13 @@ class Worker:
         self.version = 0  # of the step in progress: what was scheduled for an older one is void
         self.end_s = 0.0  # of the step in progress
         self.prefills = 0  # requests that ended, as vLLM counts them in its histograms ...
+        self.prompt_tokens = 0  # ... their prompt tokens ...
         self.waited_s = 0.0  # ... and their times in its queue and in prefill, in sum
 
     def count(self, flight: Flight) -> None:
         """A request has ended here."""
         self.prefills += 1
+        self.prompt_tokens += flight.request.prompt_tokens
         self.waited_s += flight.first_token_s - flight.queued_s
 
 
