@@ -22,6 +22,7 @@ from extproc.engine.scraper import Scraper
 from extproc.fleet.config import EndpointConfig, PoolConfig, PoolSettings, RouterConfig
 from extproc.observe.engines import EngineObserver
 from extproc.observe.observer import Observer
+from extproc.prefix import PrefixChain
 from extproc.router import Router
 from extproc.routing.pool import UNKNOWN_CACHE_TOKENS, Pool
 from extproc.sim.process import Process, answers, free_ports
@@ -419,3 +420,35 @@ def test_serve_reads_engines_and_ends_cleanly(tmp_path: Path) -> None:
         log = router.log.read_text()
         assert all(json.loads(line)["level"] == "info" for line in log.splitlines()), log
         assert log.count("told the size") == 1
+
+
+async def test_the_times_that_an_engine_tells_teach_its_speed() -> None:
+    counts = {"requests": 0, "seconds": 0.0}
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        page = b"".join(
+            b'vllm:%s{engine="0"} %g\n' % (name, value)
+            for name, value in (
+                (b"num_requests_running", 0.0),
+                (b"request_queue_time_seconds_sum", 0.5 * counts["seconds"]),
+                (b"request_queue_time_seconds_count", counts["requests"]),
+                (b"request_prefill_time_seconds_sum", 0.5 * counts["seconds"]),
+                (b"request_prefill_time_seconds_count", counts["requests"]),
+            )
+        )
+        await reply(page)(reader, writer)
+
+    def speed(port: int) -> float:
+        return rig.gauge("extproc_worker_prefill_tokens_per_second", port) or 0.0
+
+    async with server(handle) as port, reading(config([port], learn_speed=True)) as rig:
+        await until(lambda: rig.known(port))
+        assert speed(port) == pytest.approx(10_000.0)
+        for index in range(20):  # a second each, as foretold; two, as told
+            hashes = tuple(range(index * 1000, index * 1000 + 39))
+            prompt = PrefixChain(hashes, 256, 10_000, hashes[0])
+            decision = rig.pool.decide(prompt, 10.0 * index)
+            assert decision is not None
+            rig.pool.end(rig.pool.begin(decision, prompt, 10.0 * index), 10.0 * index + 5.0)
+        counts.update(requests=20, seconds=40.0)
+        await until(lambda: speed(port) < 9_900.0)
