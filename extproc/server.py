@@ -123,7 +123,9 @@ class Server:
         self._streams.add(task)
         self._idle.clear()
         try:
-            while (message := await context.read()) is not grpc.aio.EOF:
+            # gRPC never frees a read that is cancelled (grpc/grpc#43360), and an aborted request's always
+            # is; a shielded one ends by itself with the call.
+            while (message := await asyncio.shield(context.read())) is not grpc.aio.EOF:
                 for reply in exchange.receive(message, time.monotonic()):
                     await context.write(reply)
         except asyncio.CancelledError:
