@@ -56,7 +56,7 @@ class Query:
     ``cached``: slot -> prompt tokens that the worker is thought to hold; 0 for slots not in it.
     ``serial``: counts the pool's decisions, for policies that take turns.
     ``mean_in_flight``: requests in flight a worker, over the whole pool.
-    ``running``: address -> requests in flight there with the same key; ``rent_s``: see `extproc.routing.heat`.
+    ``running``: address -> requests in flight there with this key; ``rent_s``: see `extproc.routing.heat`.
     ``utilisation``: share of the workers' time that prefills take of late, 0 to 1 and more.
     """
 
