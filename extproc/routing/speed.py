@@ -46,7 +46,7 @@ SPEED_SD = 0.3
 MAX_OVERHEAD_S = 0.3
 
 #: Share of a worker's distance to the pool's mean that it gives up at each step.
-SHRINK = 0.02
+SHRINK = 0.1
 
 
 class Speed:
