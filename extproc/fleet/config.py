@@ -53,7 +53,7 @@ class PoolSettings:
     content_format: str = "string"
     cache_tokens: int | None = None
     prefill_tokens_per_s: float = 10_000.0
-    learn_speed: bool = False
+    learn_speed: bool = True
     alpha: float = 1.0
     decode_ms: float = 40.0
     eviction_weight: float = 0.5
