@@ -16,11 +16,12 @@ from extproc.observe.observer import Observer, Seen
 from extproc.prefix import PrefixChain, chain
 from extproc.prompt import Prompt, Unreadable, read_prompt
 from extproc.routing.admission import Admission, Shed
+from extproc.routing.decision import Decision, Ticket
 from extproc.routing.demand import Demand, read_demand, wanted_headers
 from extproc.routing.explanation import Explanation, explain
 from extproc.routing.health import Change
 from extproc.routing.load import Worker
-from extproc.routing.pool import Decision, Pool, Ticket
+from extproc.routing.pool import Pool
 from extproc.routing.queueing import Entry
 
 #: Seconds a generated token takes, to guess how many there were from how long a stream lived.

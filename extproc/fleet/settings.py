@@ -203,9 +203,9 @@ POOL_SETTINGS: tuple[Setting, ...] = (
     _pool(
         "spread_ms",
         "number",
-        "Policy predicted: what each request with the same prefix in flight costs the next one, as long as it"
-        " is on a worker that is busier than others; once that adds up to the price of a copy, the prefix gets"
-        " one. 0 never copies for that reason.",
+        "Policy predicted: what each request with the same prefix in flight costs the next one, as long as"
+        " it is on a worker that is busier than others; once that adds up to the price of a copy, the prefix"
+        " gets one. 0 never copies for that reason.",
         unit="ms",
         low=0.0,
         high=60_000.0,

@@ -26,10 +26,11 @@ from extproc import __version__
 from extproc.observe.logs import Seldom
 from extproc.prompt import Unreadable
 from extproc.routing.admission import Shed
+from extproc.routing.decision import Decision
 from extproc.routing.demand import Demand
 from extproc.routing.health import Change, State
 from extproc.routing.load import Worker
-from extproc.routing.pool import Decision, Pool
+from extproc.routing.pool import Pool
 
 TTFT_BUCKETS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6)
 

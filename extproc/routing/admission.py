@@ -24,9 +24,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from extproc.fleet.config import PoolSettings
+from extproc.routing.decision import Decision
 from extproc.routing.demand import SLO_HEADER, Demand
 from extproc.routing.fairness import FairShares
-from extproc.routing.pool import Decision, Pool
+from extproc.routing.pool import Pool
 from extproc.routing.queueing import Entry, Queues
 from extproc.routing.retries import RetryGuard
 

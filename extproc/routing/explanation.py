@@ -12,10 +12,11 @@ from math import inf
 
 from extproc.prefix import PrefixChain
 from extproc.routing.admission import Admission
+from extproc.routing.decision import Situation
 from extproc.routing.demand import Demand
 from extproc.routing.load import Worker
 from extproc.routing.policy import Terms, predicted, terms
-from extproc.routing.pool import Pool, Situation
+from extproc.routing.pool import Pool
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ before the first token, and its gauges are seconds late.
 
 from __future__ import annotations
 
+from math import exp
+
 from extproc.fleet.config import EndpointConfig, PoolSettings
 from extproc.routing.health import Health
 from extproc.routing.lengths import Lengths
@@ -91,3 +93,24 @@ class Worker:
 
     def __repr__(self) -> str:
         return f"<Worker {self.address} in_flight={self.in_flight}/{self.max_inflight}>"
+
+
+class Meter:
+    """How much of something there is a second, of late: an average that forgets exponentially."""
+
+    __slots__ = ("_amount", "_at_s", "_memory_s")
+
+    def __init__(self, memory_s: float) -> None:
+        """``memory_s``: what is older than this counts little."""
+        self._memory_s = memory_s
+        self._amount = 0.0
+        self._at_s = 0.0
+
+    def add(self, amount: float, now: float) -> None:
+        """So much more, at ``now`` (s)."""
+        self._amount = self._amount * exp((self._at_s - now) / self._memory_s) + amount
+        self._at_s = now
+
+    def rate(self, now: float) -> float:
+        """How much a second."""
+        return self._amount * exp((self._at_s - now) / self._memory_s) / self._memory_s

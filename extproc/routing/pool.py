@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from math import exp
 
 from xxhash import xxh3_64_intdigest
 
 from extproc.fleet.config import EndpointConfig, PoolConfig
 from extproc.prefix import PrefixChain
 from extproc.routing.cache import CachePicture
+from extproc.routing.decision import Decision, Situation, Ticket
 from extproc.routing.health import Cause, Change, Probe, State, usable
 from extproc.routing.heat import Heat
 from extproc.routing.lengths import Scale
-from extproc.routing.load import Worker
+from extproc.routing.load import Meter, Worker
 from extproc.routing.policy import POLICIES, Policy, Query, least_request
 from extproc.routing.records import Decided, Ended, Moved, Record
 from extproc.routing.speed import SHRINK
@@ -45,82 +44,6 @@ _BLIND = frozenset({"least-request", "round-robin", "random"})
 _PRICED = frozenset({"predicted", "lmetric"})
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Where a request goes, and why.
-
-    ``order``: the worker first, then its fallbacks. ``reason``: a word from a bounded set.
-    ``cached_tokens``: what the first worker is thought to hold of the prompt.
-    ``predicted_ttft_s``: backlog plus own prefill at the first worker. ``costs_s``: the policy's costs.
-    ``rent_s``: what the prefix has paid towards a copy (`extproc.routing.heat`); None: nothing new.
-    """
-
-    pool: str
-    policy: str
-    reason: str
-    order: tuple[Worker, ...]
-    prompt_tokens: int
-    cached_tokens: int
-    predicted_ttft_s: float
-    overflow: bool
-    costs_s: tuple[float, ...]
-    rent_s: float | None = None
-
-    @property
-    def worker(self) -> Worker:
-        """The one that the request should go to."""
-        return self.order[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Situation:
-    """What a decision is made from.
-
-    ``workers``: those that may get prompts at all. ``candidates``: those of them with room; with
-    ``overflow`` there are none, and these are the least bad. ``rank``: not ``policy``'s own function where
-    that can't be used.
-    """
-
-    policy: str
-    rank: Policy
-    query: Query
-    workers: Sequence[Worker]
-    candidates: Sequence[Worker]
-    overflow: bool
-    panic: bool
-
-
-class Ticket:
-    """One request between its decision and the end of its stream."""
-
-    __slots__ = (
-        "chain",
-        "decided_s",
-        "decision",
-        "foretold_s",
-        "miss_tokens",
-        "prefill_s",
-        "prefilled_s",
-        "serial",
-        "stream",
-        "waiting",
-        "worker",
-    )
-
-    def __init__(self, serial: int, worker: Worker, chain: PrefixChain | None, miss: int, now: float) -> None:
-        self.serial = serial
-        self.worker: Worker | None = worker
-        self.chain = chain
-        self.miss_tokens = miss
-        self.prefill_s = 0.0  # what it adds to its worker's queue
-        self.foretold_s: float | None = None  # queue and own prefill, if they were known at the decision
-        self.decided_s = now
-        self.prefilled_s = now  # when its prefill will be done, by the fluid queue
-        self.decision: Decision | None = None
-        self.stream = False  # the client wants a stream, so that headers are due at once
-        self.waiting = False  # no response headers so far
-
-
 class Pool:
     """The workers of one pool, their load and caches. Not thread-safe; it lives in one event loop."""
 
@@ -143,8 +66,7 @@ class Pool:
         self.heat = Heat()
         self.token_scale = 1.0  # the engines' tokens to one of our estimates
         self._scale = Scale()
-        self._busy_s = 0.0  # prefill decided lately, decaying
-        self._busy_at_s = 0.0
+        self._prefilling = Meter(UTILISATION_S)
         self.origin = origin
         self._publish = publish
         self._changed = changed
@@ -435,8 +357,7 @@ class Pool:
         """Share of the workers' time that the prefills of the last half minute or so take."""
         if not self._list:
             return 0.0
-        decayed_s = self._busy_s * exp((self._busy_at_s - now) / UTILISATION_S)
-        return decayed_s / UTILISATION_S / len(self._list)
+        return self._prefilling.rate(now) / len(self._list)
 
     def begin(
         self, decision: Decision, chain: PrefixChain | None, now: float, *, stream: bool = False
@@ -481,10 +402,8 @@ class Pool:
     def _charge(self, ticket: Ticket, worker: Worker, now: float) -> None:
         ticket.worker = worker
         worker.in_flight += 1
-        self._busy_s *= exp((self._busy_at_s - now) / UTILISATION_S)
         ticket.prefill_s = ticket.miss_tokens * worker.prefill_s_per_token
-        self._busy_s += ticket.prefill_s
-        self._busy_at_s = now
+        self._prefilling.add(ticket.prefill_s, now)
         worker.free_at_s = max(worker.free_at_s, now) + ticket.prefill_s
         ticket.prefilled_s = worker.free_at_s
         ticket.foretold_s = None if ticket.chain is None else worker.free_at_s - now

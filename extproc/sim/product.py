@@ -16,7 +16,8 @@ from extproc.fleet.config import EndpointConfig, PoolConfig, PoolSettings
 from extproc.prefix import PrefixChain
 from extproc.router import DEFAULT_MAX_OUTPUT_TOKENS, TPOT_S
 from extproc.routing import snapshot
-from extproc.routing.pool import Pool, Ticket
+from extproc.routing.decision import Ticket
+from extproc.routing.pool import Pool
 from extproc.routing.records import Record
 from extproc.sim.simulation import Flight, Worker
 from extproc.sim.workload import BLOCK_TOKENS, SimRequest

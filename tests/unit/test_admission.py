@@ -13,9 +13,10 @@ from extproc.fleet.config import EndpointConfig, PoolConfig, PoolSettings
 from extproc.prefix import PrefixChain
 from extproc.refusal import immediate
 from extproc.routing.admission import Admission, Shed, bound_of
+from extproc.routing.decision import Decision
 from extproc.routing.demand import Demand, digest, read_demand, wanted_headers
 from extproc.routing.fairness import ACTIVE_S, GUARANTEED, MAX_TENANTS, SAVED_S, FairShares
-from extproc.routing.pool import Decision, Pool
+from extproc.routing.pool import Pool
 from extproc.routing.queueing import OVERHEAD_S, Queues
 from extproc.routing.retries import FREE_RETRIES, MAX_BODIES, MEMORY_S, STREAM_REPEAT_S, Retry, RetryGuard
 

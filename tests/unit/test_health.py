@@ -9,9 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from extproc.fleet.config import EndpointConfig, PoolConfig, PoolSettings
 from extproc.prefix import PrefixChain
+from extproc.routing.decision import Decision, Ticket
 from extproc.routing.health import Cause, Change, Health, Probe, State, usable
 from extproc.routing.load import Worker
-from extproc.routing.pool import Decision, Pool, Ticket
+from extproc.routing.pool import Pool
 
 DEFAULTS = PoolSettings()
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from extproc.fleet.config import EndpointConfig, PoolConfig, PoolSettings
 from extproc.prefix import PrefixChain
 from extproc.routing import heat
+from extproc.routing.decision import Ticket
 from extproc.routing.heat import HALF_LIFE_S, Heat
-from extproc.routing.pool import Pool, Ticket
+from extproc.routing.pool import Pool
 
 
 def test_rent_halves_and_starts_anew() -> None:

@@ -14,7 +14,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from extproc.fleet.config import EndpointConfig, PoolConfig, PoolSettings
 from extproc.prefix import PrefixChain
-from extproc.routing.pool import FOREIGN_TTL_S, Pool, Ticket
+from extproc.routing.decision import Ticket
+from extproc.routing.pool import FOREIGN_TTL_S, Pool
 from extproc.routing.records import Decided, Ended, Moved, Record
 
 
