@@ -15,9 +15,9 @@ COMMANDS = {
     "serve": ("extproc.serve", "run the router: an Envoy ext_proc server"),
     "health": ("extproc.health", "ask a running router whether it serves"),
     "explain": ("extproc.explain", "what would become of a request, and why"),
-    "demo": ("extproc.sim.demo", "real Envoy, the router and emulated workers: see the difference"),
-    "drill": ("extproc.sim.drill", "break emulated workers under load: what do clients notice?"),
-    "worker": ("extproc.sim.worker", "run one emulated vLLM worker"),
+    "demo": ("extproc.demo.demo", "real Envoy, the router and emulated workers: see the difference"),
+    "drill": ("extproc.demo.drill", "break emulated workers under load: what do clients notice?"),
+    "worker": ("extproc.emulator.worker", "run one emulated vLLM worker"),
     "simulate": ("extproc.sim.simulate", "what would routing do for my traffic? in virtual time"),
     "bench": ("extproc.bench.command", "measure the router's own cost"),
 }

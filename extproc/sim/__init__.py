@@ -1,1 +1,1 @@
-"""Emulated vLLM workers, workloads and the demo. The server never imports any of it."""
+"""What routing would do, in virtual time. The server never imports any of it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 
-from extproc.sim.engine import EngineRequest
+from extproc.emulator.engine import EngineRequest
 from extproc.sim.simulation import Fleet, Worker
 from extproc.sim.workload import SimRequest
 

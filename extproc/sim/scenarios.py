@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from extproc.emulator.engine import CostModel
 from extproc.fleet.config import PoolSettings
 from extproc.routing.policy import POLICIES
 from extproc.sim import rivals
-from extproc.sim.engine import CostModel
 from extproc.sim.oracle import Oracle
 from extproc.sim.product import TRUTH, Distortion, PoolRouter
 from extproc.sim.simulation import Fleet, FleetChange, Router

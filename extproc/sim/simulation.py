@@ -1,7 +1,7 @@
 """Discrete events in virtual time: a workload, a router (or several replicas of it), a fleet of engines.
 
 A request arrives, one of the router's replicas decides at once, the worker's frontend takes its time, then
-the engine (`extproc.sim.engine`, the one that the emulated workers run) queues it. Engines take as many
+the engine (`extproc.emulator.engine`, the one that the emulated workers run) queues it. Engines take as many
 decode steps at a time as nothing can happen in; an arrival cuts that short. Nothing is drawn here but the
 replica that sees a request, so a run is determined by its workload, router and seed.
 """
@@ -15,7 +15,7 @@ from itertools import count
 from random import Random
 from typing import Literal, Protocol, runtime_checkable
 
-from extproc.sim.engine import CostModel, Engine, EngineConfig, EngineRequest
+from extproc.emulator.engine import CostModel, Engine, EngineConfig, EngineRequest
 from extproc.sim.workload import BLOCK_TOKENS, SimRequest, Workload
 
 #: How a router restarts.

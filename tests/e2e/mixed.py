@@ -11,9 +11,9 @@ from contextlib import suppress
 import aiohttp
 from traffic import COMPLETIONS, Client, add_route, addresses, endpoints, reset_over_http2, whole
 
+from extproc.demo import envoy_setup
+from extproc.demo.process import free_ports
 from extproc.routing.demand import SLO_HEADER
-from extproc.sim import envoy_setup
-from extproc.sim.process import free_ports
 
 #: Sends one request; returns what kind it was.
 Kind = Callable[[Client, str], Awaitable[str]]

@@ -20,8 +20,8 @@ import aiohttp
 from mixed import KINDS, extend
 from traffic import Client, Metrics, at_rest, client, metrics_when, prompt, scrape, until
 
-from extproc.sim.process import Process
-from extproc.sim.stack import Stack, StackConfig
+from extproc.demo.process import Process
+from extproc.demo.stack import Stack, StackConfig
 
 WORKERS = 4
 PROMPTS = 211

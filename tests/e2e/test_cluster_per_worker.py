@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from traffic import Client, addresses, at_rest, client, envoy_counter, metrics_when, prompt
 
-from extproc.sim.stack import Stack, StackConfig
+from extproc.demo.stack import Stack, StackConfig
 
 pytestmark = pytest.mark.e2e
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from extproc.sim.drill_report import Event, Phase, Report, Strike, summarise, worker_events
-from extproc.sim.loadgen import Result
+from extproc.demo.drill_report import Event, Phase, Report, Strike, summarise, worker_events
+from extproc.demo.loadgen import Result
 
 
 @pytest.mark.e2e

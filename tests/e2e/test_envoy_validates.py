@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from extproc.demo.process import Process, answers, free_ports
+from extproc.demo.stack import Stack, StackConfig, find_envoy
 from extproc.envoyconf.document import read
-from extproc.sim.process import Process, answers, free_ports
-from extproc.sim.stack import Stack, StackConfig, find_envoy
 
 pytestmark = pytest.mark.e2e
 

@@ -29,7 +29,7 @@ from traffic import (
     whole,
 )
 
-from extproc.sim.stack import Stack, StackConfig
+from extproc.demo.stack import Stack, StackConfig
 
 pytestmark = pytest.mark.e2e
 

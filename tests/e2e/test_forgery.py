@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from traffic import Client, addresses, client, endpoints, port_of, prompt
 
-from extproc.sim import envoy_setup
-from extproc.sim.stack import Stack, StackConfig
+from extproc.demo import envoy_setup
+from extproc.demo.stack import Stack, StackConfig
 
 pytestmark = pytest.mark.e2e
 

@@ -14,8 +14,8 @@ import istio_model
 import pytest
 import yaml
 
+from extproc.demo.stack import Stack, StackConfig, find_envoy
 from extproc.envoyconf import load
-from extproc.sim.stack import Stack, StackConfig, find_envoy
 
 DOCUMENTS = istio_model.resources()
 WORKERS_HOST = "vllm.inference.svc.cluster.local"

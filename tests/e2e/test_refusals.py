@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from traffic import COMPLETIONS, Answer, add_route, at_rest, client, prompt
 
-from extproc.sim import envoy_setup
-from extproc.sim.stack import Stack, StackConfig
+from extproc.demo import envoy_setup
+from extproc.demo.stack import Stack, StackConfig
 
 pytestmark = pytest.mark.e2e
 

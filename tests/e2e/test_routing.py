@@ -29,8 +29,8 @@ from traffic import (
     whole,
 )
 
-from extproc.sim import envoy_setup
-from extproc.sim.stack import Stack, StackConfig
+from extproc.demo import envoy_setup
+from extproc.demo.stack import Stack, StackConfig
 
 pytestmark = pytest.mark.e2e
 

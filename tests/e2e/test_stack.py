@@ -11,8 +11,8 @@ import urllib.request
 
 import pytest
 
-from extproc.sim.process import Process, ProcessError, accepts, free_ports
-from extproc.sim.stack import HOST, Stack, StackConfig
+from extproc.demo.process import Process, ProcessError, accepts, free_ports
+from extproc.demo.stack import HOST, Stack, StackConfig
 
 pytestmark = pytest.mark.e2e
 
@@ -37,7 +37,7 @@ def test_a_child_that_never_gets_ready(tmp_path):
 def test_children_end_with_a_parent_that_is_killed(tmp_path):
     (port,) = free_ports(1)
     script = (
-        "import sys, time; from pathlib import Path; from extproc.sim.process import Process\n"
+        "import sys, time; from pathlib import Path; from extproc.demo.process import Process\n"
         f"command = [sys.executable, '-m', 'extproc.cli', 'worker', '--port', '{port}']\n"
         f"Process('worker', command, Path({str(tmp_path / 'log')!r}), bool).start(); time.sleep(60)"
     )

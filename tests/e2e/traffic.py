@@ -15,9 +15,9 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from extproc.sim import envoy_setup
-from extproc.sim.stack import Stack
-from extproc.sim.worker_http import WORKER_HEADER
+from extproc.demo import envoy_setup
+from extproc.demo.stack import Stack
+from extproc.emulator.worker_http import WORKER_HEADER
 
 COMPLETIONS = "/v1/completions"
 _PER_ROUTE = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute"

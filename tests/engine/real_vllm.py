@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from extproc.sim.process import Process, answers
+from extproc.demo.process import Process, answers
 
 HOST = "127.0.0.1"
 #: vLLM on a CPU takes multiples of 32 only.

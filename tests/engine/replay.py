@@ -13,12 +13,12 @@ from pathlib import Path
 from real_vllm import BLOCK_TOKENS, MAX_NUM_BATCHED_TOKENS, Server
 from sequence import Asked, Sequence
 
+from extproc.emulator import tokens
+from extproc.emulator.engine import Engine, EngineConfig, EngineRequest
 from extproc.fleet.config import EndpointConfig, PoolConfig, PoolSettings
 from extproc.prefix import chain
 from extproc.prompt import Prompt, read_prompt
 from extproc.routing.pool import Pool
-from extproc.sim import tokens
-from extproc.sim.engine import Engine, EngineConfig, EngineRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ import real_vllm
 from prometheus_client.parser import text_string_to_metric_families
 from sequence import VOCABULARY
 
-from extproc.sim.process import free_ports
-from extproc.sim.stack import Stack, StackConfig
+from extproc.demo.process import free_ports
+from extproc.demo.stack import Stack, StackConfig
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

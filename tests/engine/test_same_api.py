@@ -11,7 +11,7 @@ from http.client import HTTPConnection
 import pytest
 import real_vllm
 
-from extproc.sim.process import Process, answers, free_ports
+from extproc.demo.process import Process, answers, free_ports
 
 NUM_BLOCKS = 130
 MAX_TOKENS = (NUM_BLOCKS - 1) * real_vllm.BLOCK_TOKENS

@@ -13,8 +13,8 @@ import pytest
 import real_vllm
 import replay
 
+from extproc.demo.process import free_ports
 from extproc.fleet.config import PoolSettings
-from extproc.sim.process import free_ports
 
 RECORDINGS = sorted((Path(__file__).parent / "recordings").glob("*.jsonl"))
 

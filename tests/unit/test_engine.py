@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.sim.engine import CostModel, Engine, EngineConfig, EngineRequest, Output
+from extproc.emulator.engine import CostModel, Engine, EngineConfig, EngineRequest, Output
 
 BLOCK = 16
 

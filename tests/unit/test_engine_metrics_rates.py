@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from extproc.emulator.engine import Engine, EngineRequest
 from extproc.engine.rates import MIN_PREFILLS, prefill_rate, prefill_rates
 from extproc.engine.report import EngineReport
-from extproc.sim.engine import Engine, EngineRequest
 
 READING_S = 60.0
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.cli import main
+from extproc.demo.envoy_setup import shipped
 from extproc.fleet.config import EndpointConfig, PoolConfig, PoolSettings, RouterConfig
 from extproc.fleet.settings import RouteOverrides
 from extproc.observe.observer import Observer
@@ -21,7 +22,6 @@ from extproc.routing.health import Probe
 from extproc.routing.load import Worker
 from extproc.routing.policy import Query, predicted, terms
 from extproc.routing.pool import Pool
-from extproc.sim.envoy_setup import shipped
 
 PATH = "/v1/chat/completions"
 WORKERS = 5

@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 import pytest
 
 from extproc import cli
+from extproc.emulator.engine import CostModel
 from extproc.sim.cells import Cell, Setup, Source, against, rows, run_cell, run_cells
-from extproc.sim.engine import CostModel
 from extproc.sim.oracle import Oracle, View
 from extproc.sim.product import PoolRouter, address
 from extproc.sim.result import summarize

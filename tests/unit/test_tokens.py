@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.sim import tokens
+from extproc.emulator import tokens
 
 TEXT = st.text(st.characters(), max_size=200)
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=200)

@@ -7,9 +7,9 @@ import json
 import msgspec
 import pytest
 
-from extproc.sim import tokens
-from extproc.sim.api_replies import Reply, Usage, stream_error
-from extproc.sim.api_requests import ApiError, Limits, parse_call, render_chat
+from extproc.emulator import tokens
+from extproc.emulator.api_replies import Reply, Usage, stream_error
+from extproc.emulator.api_requests import ApiError, Limits, parse_call, render_chat
 
 LIMITS = Limits(model_names=("tiny", "adapter"), max_model_len=1000, default_output_tokens=32)
 JSON = "application/json"

@@ -18,9 +18,9 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from extproc.sim.engine import CostModel, EngineConfig
-from extproc.sim.process import free_ports
-from extproc.sim.worker_http import WORKER_HEADER, Worker, WorkerConfig
+from extproc.demo.process import free_ports
+from extproc.emulator.engine import CostModel, EngineConfig
+from extproc.emulator.worker_http import WORKER_HEADER, Worker, WorkerConfig
 
 FAST = 200.0
 #: A step takes minutes, once a request has reached the engine.

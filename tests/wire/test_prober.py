@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from extproc.demo.process import free_ports
 from extproc.engine import prober as probing
 from extproc.engine.prober import Prober
 from extproc.fleet.config import EndpointConfig, PoolConfig, PoolSettings, RouterConfig
@@ -18,7 +19,6 @@ from extproc.observe.observer import Observer
 from extproc.router import Router
 from extproc.routing.health import State
 from extproc.routing.load import Worker
-from extproc.sim.process import free_ports
 
 HOST = "127.0.0.1"
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import generate_latest
 
+from extproc.demo.process import Process, answers, free_ports
 from extproc.engine import scraper as scraping
 from extproc.engine.scraper import Scraper
 from extproc.fleet.config import EndpointConfig, PoolConfig, PoolSettings, RouterConfig
@@ -25,7 +26,6 @@ from extproc.observe.observer import Observer
 from extproc.prefix import PrefixChain
 from extproc.router import Router
 from extproc.routing.pool import UNKNOWN_CACHE_TOKENS, Pool
-from extproc.sim.process import Process, answers, free_ports
 
 HOST = "127.0.0.1"
 GOOD = b'vllm:num_requests_running{engine="0"} 1\nvllm:prompt_tokens_total{engine="0"} 5\n'

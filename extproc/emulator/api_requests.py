@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from extproc.sim import tokens
+from extproc.emulator import tokens
 
 Kind = Literal["chat", "completion"]
 

@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from extproc.sim.blocks import BlockPool
+from extproc.emulator.blocks import BlockPool
 
 
 @dataclass(frozen=True, slots=True)

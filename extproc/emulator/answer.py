@@ -6,12 +6,12 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator
 
-from extproc.sim import tokens
-from extproc.sim.api_replies import Usage
-from extproc.sim.api_requests import Call
-from extproc.sim.driver import Driver, EngineDeadError, Generation
-from extproc.sim.engine import EngineRequest
-from extproc.sim.engine_metrics import EngineMetrics
+from extproc.emulator import tokens
+from extproc.emulator.api_replies import Usage
+from extproc.emulator.api_requests import Call
+from extproc.emulator.driver import Driver, EngineDeadError, Generation
+from extproc.emulator.engine import EngineRequest
+from extproc.emulator.engine_metrics import EngineMetrics
 
 
 class Answer:

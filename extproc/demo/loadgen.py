@@ -16,8 +16,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from extproc.sim.personas import Persona, Workload, make_turn
-from extproc.sim.worker_http import WORKER_HEADER
+from extproc.demo.personas import Persona, Workload, make_turn
+from extproc.emulator.worker_http import WORKER_HEADER
 
 _TIMEOUT_S = 300.0
 _HEADERS = {"content-type": "application/json"}

@@ -11,9 +11,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from extproc.demo.demo_report import percentile, seconds
+from extproc.demo.loadgen import Result
 from extproc.routing.health import State
-from extproc.sim.demo_report import percentile, seconds
-from extproc.sim.loadgen import Result
 
 #: TTFT's 99th percentile may grow by this factor.
 P99_BOUND = 2.0

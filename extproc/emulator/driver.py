@@ -15,7 +15,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from extproc.sim.engine import Engine, EngineConfig, EngineRequest, Output
+from extproc.emulator.engine import Engine, EngineConfig, EngineRequest, Output
 
 #: Wall seconds behind plan at which the time is written off.
 _MAX_LAG_S = 0.25

@@ -1,8 +1,8 @@
 """``extproc demo``: round robin against prefix affinity, on real Envoy, on this machine.
 
-Emulated vLLM workers (`extproc.sim.worker_http`), the router and Envoy run as child processes; a swarm of
-agents talks to them over HTTP, first by Envoy's round robin, then, from empty caches, by the router. Time in
-the engines runs ``--speedup`` times faster. The client, Envoy and the router take real time, and the table,
+Emulated vLLM workers (`extproc.emulator.worker_http`), the router and Envoy run as child processes; a swarm
+of agents talks to them over HTTP, first by Envoy's round robin, then, from empty caches, by the router. Time
+in the engines runs ``--speedup`` times faster. The client, Envoy and the router take real time, and the table,
 which shows model time, multiplies their milliseconds too: that makes routing look slower than it is.
 """
 
@@ -25,12 +25,12 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from extproc.demo import envoy_setup, loadgen
+from extproc.demo.demo_report import Row, summarise, table
+from extproc.demo.personas import MIXED, ONE_DOMAIN, TWO_TYPES, Persona, Workload, make_persona, swarm
+from extproc.demo.process import ProcessError, machine_cpu
+from extproc.demo.stack import Stack, StackConfig
 from extproc.fleet.config import PoolSettings
-from extproc.sim import envoy_setup, loadgen
-from extproc.sim.demo_report import Row, summarise, table
-from extproc.sim.personas import MIXED, ONE_DOMAIN, TWO_TYPES, Persona, Workload, make_persona, swarm
-from extproc.sim.process import ProcessError, machine_cpu
-from extproc.sim.stack import Stack, StackConfig
 
 ROUND_ROBIN = "round robin"
 AFFINITY = "prefix affinity"

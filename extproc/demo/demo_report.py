@@ -11,7 +11,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from extproc.sim.loadgen import Result
+from extproc.demo.loadgen import Result
 
 
 @dataclass(frozen=True, slots=True)

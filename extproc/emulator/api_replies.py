@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from extproc.sim.api_requests import Call, Limits
+from extproc.emulator.api_requests import Call, Limits
 
 FINGERPRINT = "vllm-0.32.0-emulated"
 DONE = b"data: [DONE]\n\n"

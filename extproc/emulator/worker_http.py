@@ -1,7 +1,8 @@
 """An emulated vLLM server: a real HTTP face on the engine core, no GPU, no model.
 
-It schedules, caches and queues as vLLM V1 does (`extproc.sim.engine`), answers with words that mean nothing,
-and takes as long as the engine would, divided by ``speedup``. Faithful, because routers depend on it:
+It schedules, caches and queues as vLLM V1 does (`extproc.emulator.engine`), answers with words that mean
+nothing, and takes as long as the engine would, divided by ``speedup``. Faithful, because routers depend on
+it:
 
 - A streaming reply's headers go out at once, its first token when it is there; a whole reply's headers come
   with its body.
@@ -10,7 +11,7 @@ and takes as long as the engine would, divided by ``speedup``. Faithful, because
 - An assistant's turn that is sent back hits the blocks that were filled when it was generated.
 
 Not vLLM's: the response header ``x-emulated-worker``, which names the worker, and ``/emulate``
-(`extproc.sim.faults`), which breaks it. ``stop``, sampling and grammar options are read over.
+(`extproc.emulator.faults`), which breaks it. ``stop``, sampling and grammar options are read over.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from typing import cast
 import msgspec
 from aiohttp import web
 
-from extproc.sim import tokens
-from extproc.sim.answer import Answer
-from extproc.sim.api_replies import DONE, Reply, models_body, stream_error
-from extproc.sim.api_requests import ApiError, Kind, Limits, decode_object, parse_call, render_chat
-from extproc.sim.driver import Driver, EngineDeadError, EngineFullError
-from extproc.sim.engine import EngineConfig
-from extproc.sim.engine_metrics import EngineMetrics
-from extproc.sim.faults import HEADER as FAULT_HEADER
-from extproc.sim.faults import Fault, Faults, parse_fault
+from extproc.emulator import tokens
+from extproc.emulator.answer import Answer
+from extproc.emulator.api_replies import DONE, Reply, models_body, stream_error
+from extproc.emulator.api_requests import ApiError, Kind, Limits, decode_object, parse_call, render_chat
+from extproc.emulator.driver import Driver, EngineDeadError, EngineFullError
+from extproc.emulator.engine import EngineConfig
+from extproc.emulator.engine_metrics import EngineMetrics
+from extproc.emulator.faults import HEADER as FAULT_HEADER
+from extproc.emulator.faults import Fault, Faults, parse_fault
 
 WORKER_HEADER = "x-emulated-worker"
 _BUSY = (

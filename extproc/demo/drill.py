@@ -29,12 +29,12 @@ import aiohttp
 import uvloop
 from rich.console import Console
 
-from extproc.sim import envoy_setup
-from extproc.sim.drill_report import Phase, Strike, print_report, summarise, worker_events
-from extproc.sim.loadgen import Result, ask
-from extproc.sim.personas import OUTPUT_TOKENS, Persona, make_persona, make_turn
-from extproc.sim.process import Process, ProcessError
-from extproc.sim.stack import Stack, StackConfig
+from extproc.demo import envoy_setup
+from extproc.demo.drill_report import Phase, Strike, print_report, summarise, worker_events
+from extproc.demo.loadgen import Result, ask
+from extproc.demo.personas import OUTPUT_TOKENS, Persona, make_persona, make_turn
+from extproc.demo.process import Process, ProcessError
+from extproc.demo.stack import Stack, StackConfig
 
 MODEL = "emulated"
 

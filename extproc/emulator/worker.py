@@ -10,8 +10,8 @@ from dataclasses import fields
 
 import uvloop
 
-from extproc.sim.engine import CostModel, EngineConfig
-from extproc.sim.worker_http import Worker, WorkerConfig
+from extproc.emulator.engine import CostModel, EngineConfig
+from extproc.emulator.worker_http import Worker, WorkerConfig
 
 _COST_HELP = {
     "step_s": "every engine step",

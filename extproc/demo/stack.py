@@ -22,8 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from extproc.sim import envoy_setup
-from extproc.sim.process import Process, ProcessError, accepts, answers, free_ports
+from extproc.demo import envoy_setup
+from extproc.demo.process import Process, ProcessError, accepts, answers, free_ports
 
 HOST = "127.0.0.1"
 
