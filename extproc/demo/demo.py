@@ -1,9 +1,10 @@
 """``extproc demo``: round robin against prefix affinity, on real Envoy, on this machine.
 
 Emulated vLLM workers (`extproc.emulator.worker_http`), the router and Envoy run as child processes; a swarm
-of agents talks to them over HTTP, first by Envoy's round robin, then, from empty caches, by the router. Time
-in the engines runs ``--speedup`` times faster. The client, Envoy and the router take real time, and the table,
-which shows model time, multiplies their milliseconds too: that makes routing look slower than it is.
+of agents talks to them over HTTP, first by Envoy's round robin, then, from empty caches, by the router.
+Time in the engines runs ``--speedup`` times faster. The client, Envoy and the router take real time, and
+the table, which shows model time, multiplies their milliseconds too: that makes routing look slower than it
+is.
 """
 
 from __future__ import annotations
