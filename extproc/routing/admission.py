@@ -135,8 +135,8 @@ class Admission:
             demand.weight,
             decision.prompt_tokens - decision.cached_tokens,
             worker.address,
-            1.0 / worker.prefill_s_per_token,
-            sum([1.0 / each.prefill_s_per_token for each in self._pool.workers]),
+            1.0 / worker.speed.prior_s_per_token,
+            sum([1.0 / each.speed.prior_s_per_token for each in self._pool.workers]),
             now,
         )
         if not overdrawn_s or not contended:

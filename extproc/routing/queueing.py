@@ -86,7 +86,8 @@ class Queues:
             while waiting and waiting[0] <= now:
                 waiting.popleft()
             decoding = max(0, decoding - len(waiting))
-        return miss_tokens * worker.prefill_s_per_token * (1.0 + SLOWDOWN * decoding)
+        # The configured speed: the learned one has the slowdown by decoding in it already.
+        return miss_tokens * worker.speed.prior_s_per_token * (1.0 + SLOWDOWN * decoding)
 
     def _forget_idle(self, now: float) -> None:
         """Addresses come and go; an empty queue need not be known."""

@@ -78,7 +78,9 @@ async def test_a_dead_worker_costs_no_request(stack: Stack, http: Client) -> Non
     victim.kill()
     try:
         workers = {await http.worker_of(prompt(300 + index)) for index in range(40)}
-        assert workers == set(addresses(stack)) - {address}
+        # Every one was answered, by the living; chance may leave one of those out.
+        assert workers <= set(addresses(stack)) - {address}
+        assert len(workers) > 1
     finally:
         victim.start()
         await asyncio.to_thread(victim.wait_ready)

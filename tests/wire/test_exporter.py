@@ -130,8 +130,11 @@ Records = list[MutableMapping[str, Any]]
 @pytest.fixture
 def records() -> Iterator[Records]:
     """All that is logged, at any level."""
+    before = structlog.get_config()
+    structlog.reset_defaults()  # another test may have set a level, and cached its loggers
     with structlog.testing.capture_logs() as logged:
         yield logged
+    structlog.configure(**before)
 
 
 async def test_nothing_of_a_prompt_is_told(
