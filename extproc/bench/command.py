@@ -20,7 +20,13 @@ BENCHES: Mapping[str, tuple[Callable[[], str], str]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which benchmarks; all without a name."""
     summary = "; ".join(f"{name}: {text}" for name, (_, text) in BENCHES.items())
-    parser.add_argument("names", nargs="*", metavar="BENCH", choices=[*BENCHES, []], help=summary)
+    parser.add_argument("names", nargs="*", type=_name, metavar="BENCH", help=summary)
+
+
+def _name(text: str) -> str:
+    if text not in BENCHES:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(BENCHES)}")
+    return text
 
 
 def run(args: argparse.Namespace) -> int:
