@@ -65,7 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo; 0 if everything started and no request failed."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell may have started us with SIGINT ignored
+        signal.signal(number, _interrupt)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = _PLAIN_WIDTH
