@@ -107,7 +107,10 @@ async def test_a_dead_pick_is_served_by_the_next(stack: Stack, http: Client) -> 
         text = prompt(1000 + index)
         served[text] = {await http.worker_of(text, path=HASHED) for _ in range(3)}
     assert [len(workers) for workers in served.values()] == [1] * 20
-    assert set().union(*served.values()) == set(addresses(stack))
+    # Where prompts live is chance, as the ports are: a living worker may have none of the twenty.
+    used = set().union(*served.values())
+    assert used <= set(addresses(stack))
+    assert len(used) > 1
     metrics = await at_rest(stack)
     (dead,) = metrics.workers() - set(addresses(stack))
     assert metrics.total("extproc_worker_state", worker=dead, state="healthy") == 0
