@@ -90,12 +90,12 @@ async def test_without_a_router_all_workers_serve(stack: Stack, http: Client) ->
     before = await envoy_counter(stack, "cluster.workers.upstream_rq_total")
     await asyncio.to_thread(stack.router.stop)
     try:
-        workers = {await http.worker_of(prompt(400)) for _ in range(30)}
+        workers = {await http.worker_of(prompt(400)) for _ in range(100)}
     finally:
         stack.router.start()
         await asyncio.to_thread(stack.router.wait_ready)
     assert workers == set(addresses(stack))
-    assert await envoy_counter(stack, "cluster.workers.upstream_rq_total") - before == 30
+    assert await envoy_counter(stack, "cluster.workers.upstream_rq_total") - before == 100
     home = await http.worker_of(prompt(400))
     assert {await http.worker_of(prompt(400)) for _ in range(5)} == {home}
     await metrics_when(stack, lambda m: m.total("extproc_decisions_total") >= 6)

@@ -245,5 +245,5 @@ async def test_a_killed_envoy_leaves_no_count(stack: Stack, http: Client) -> Non
 
 async def test_without_a_router_all_workers_serve(stack: Stack, http: Client) -> None:
     await asyncio.to_thread(stack.router.stop)
-    workers = {await http.worker_of(prompt(5000)) for _ in range(40)}
+    workers = {await http.worker_of(prompt(5000)) for _ in range(100)}
     assert workers == set(addresses(stack))
