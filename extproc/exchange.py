@@ -29,9 +29,10 @@ from math import isfinite
 
 from google.protobuf.struct_pb2 import Value
 
+from extproc.facts import RequestFacts
 from extproc.fleet.settings import RouteOverrides
 from extproc.refusal import immediate
-from extproc.router import RequestFacts, Router, Routing
+from extproc.router import Router, Routing
 from extproc.routing.admission import Shed
 from extproc.wire import (
     BodyMutation,
@@ -139,7 +140,7 @@ class Exchange:
         if self.state is not State.HEADERS:  # out of order: a second decision would never be ended
             return [ProcessingResponse(request_headers=HeadersResponse())]
         headers = message.request_headers
-        self._facts = _facts(headers, message, self._router.wanted_headers)
+        self._facts = _facts(headers, message, self._router.wanted_headers, now)
         if headers.end_of_stream or self._request_body_mode == ProcessingMode.NONE:
             reply = ProcessingResponse(request_headers=HeadersResponse())
             if self._steer(reply, reply.request_headers.response, b"", now):
@@ -305,7 +306,9 @@ class Exchange:
         return [reply]
 
 
-def _facts(headers: HttpHeaders, message: ProcessingRequest, wanted: frozenset[str]) -> RequestFacts:
+def _facts(
+    headers: HttpHeaders, message: ProcessingRequest, wanted: frozenset[str], now: float
+) -> RequestFacts:
     seen = {
         "x-request-id": "",
         ":path": "",
@@ -325,6 +328,7 @@ def _facts(headers: HttpHeaders, message: ProcessingRequest, wanted: frozenset[s
         content_encoding=seen["content-encoding"],
         cluster=_text(_attributes(message), "xds.cluster_name"),
         headers=others,
+        arrived_s=now,
     )
 
 

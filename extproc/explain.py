@@ -20,12 +20,13 @@ from urllib.parse import urlencode
 import msgspec
 
 from extproc.envoyconf import ConfigError, load
+from extproc.facts import RequestFacts
 from extproc.fleet.config import RouterConfig
 from extproc.fleet.dns import Resolver
 from extproc.fleet.settings import RouteOverrides
 from extproc.observe.exporter import DEFAULT_PATH, EXPLAIN_PATH, PATH_PARAMETER
 from extproc.observe.observer import Observer
-from extproc.router import RequestFacts, Router
+from extproc.router import Router
 from extproc.routing.explanation import Explanation
 
 TIMEOUT_S = 30.0

@@ -2,17 +2,20 @@
 
 `Router.route` turns what Envoy showed of a request into a `Routing`: which pool, which worker, why, and
 the open ticket. It is synchronous and free of I/O; `extproc.exchange` calls it at the right moment of a
-request's life, `extproc.server` feeds it new configurations.
+request's life, `extproc.serve` feeds it new configurations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
 
+from extproc.facts import RequestFacts
 from extproc.fleet.config import PoolConfig, RouterConfig
 from extproc.fleet.settings import RouteOverrides
-from extproc.observe.observer import Observer, Seen
+from extproc.observe import events
+from extproc.observe.observer import Observer
 from extproc.prefix import PrefixChain, chain
 from extproc.prompt import Prompt, Unreadable, read_prompt
 from extproc.routing.admission import Admission, Shed
@@ -31,22 +34,6 @@ TPOT_S = 0.025
 DEFAULT_MAX_OUTPUT_TOKENS = 2048
 
 
-@dataclass(frozen=True, slots=True)
-class RequestFacts:
-    """What Envoy's first message tells of a request, besides its body.
-
-    ``cluster``: Envoy's cluster for the route, "" when unknown (attribute ``xds.cluster_name``).
-    ``headers``: those of `Router.wanted_headers` that are there.
-    """
-
-    request_id: str = ""
-    path: str = ""
-    content_type: str = ""
-    content_encoding: str = ""
-    cluster: str = ""
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-
 @dataclass(slots=True)
 class Routing:
     """A routed request: the decision and its open ticket.
@@ -60,7 +47,7 @@ class Routing:
     gate: Admission
     entry: Entry
     max_output_tokens: int
-    request_id: str
+    facts: RequestFacts
     header_timeout_ms: int = 0
     status: int = 0
     attempts: int = 0  # by Envoy; 0: unknown
@@ -135,23 +122,27 @@ class Router:
         """
         pool = self.pool_for(facts, overrides)
         if pool is None:
-            self._observer.unrouted("no_pool", facts.request_id, overrides.pool or facts.cluster)
+            self._observer.tell(events.Unrouted(facts, "no_pool", overrides.pool or facts.cluster, now))
             return None
+        begun_s = perf_counter()
         prompt = _read(pool, facts, body)
+        read_s = perf_counter()
         prefix: PrefixChain | None = None
         max_output_tokens = DEFAULT_MAX_OUTPUT_TOKENS
         if isinstance(prompt, Prompt):
             prefix = _chain(pool, prompt)
             max_output_tokens = prompt.max_tokens or max_output_tokens
         else:
-            self._observer.unreadable(pool.name, prompt, facts.request_id)
+            self._observer.tell(events.PromptUnreadable(facts, pool.name, prompt, now))
+        hashed_s = perf_counter()
         decision = pool.decide(prefix, now, overrides.policy)
+        work = events.Work(read_s - begun_s, hashed_s - read_s, perf_counter() - hashed_s)
         if decision is None:
             if may_refuse and pool.settings.reject_if_empty:
                 shed = Shed(503, "no_worker", f"No worker serves {pool.name} at the moment.")
-                self._observer.shed(pool.name, shed, facts.request_id)
+                self._observer.tell(events.Refused(facts, pool.name, shed, None, None, now))
                 return shed
-            self._observer.unrouted("no_worker", facts.request_id, pool.name)
+            self._observer.tell(events.Unrouted(facts, "no_worker", pool.name, now))
             return None
         demand = None
         gate = self._gates[pool.name]
@@ -159,12 +150,22 @@ class Router:
             demand = read_demand(facts.headers, body, overrides.priority, pool.settings)
             refusal = gate.admit(decision, demand, now)
             if refusal is not None:
-                self._observer.shed(pool.name, refusal, facts.request_id, demand, decision)
+                self._observer.tell(events.Refused(facts, pool.name, refusal, demand, decision, now))
                 return refusal
         stream = isinstance(prompt, Prompt) and prompt.stream
         entry = gate.began(decision, now)
         ticket = pool.begin(decision, prefix, now, stream=stream)
-        self._observer.decided(decision, facts.request_id)
+        self._observer.tell(
+            events.Decided(
+                facts,
+                decision,
+                prefix.key if prefix else None,
+                demand,
+                None if body is None else len(body),
+                work,
+                now,
+            )
+        )
         # Only a stream's headers come before its work; and where nobody else is any better, waiting is.
         timeout_ms = 0
         if stream and not decision.overflow and len(decision.order) > 1 and not pool.panic:
@@ -176,7 +177,7 @@ class Router:
             gate,
             entry,
             max_output_tokens,
-            facts.request_id,
+            facts,
             timeout_ms,
             demand=demand,
             streamed=stream,
@@ -211,10 +212,12 @@ class Router:
         picked = routing.decision.worker.address
         if upstream != picked:
             routing.pool.served_by(routing.ticket, upstream, now)
-            self._observer.moved(routing.decision, routing.request_id, upstream, attempts, status)
+            self._observer.tell(
+                events.Displaced(routing.facts, routing.decision, upstream, attempts, status, now)
+            )
 
     def _health_changed(self, pool: Pool, worker: Worker, change: Change) -> None:
-        self._observer.health_changed(pool.name, worker.address, change)
+        self._observer.tell(events.HealthChanged(pool.name, worker.address, change))
 
     def ended(self, routing: Routing, now: float) -> None:
         """The request's stream is over, however it ended."""
@@ -232,16 +235,18 @@ class Router:
             now=now,
         )
         decided_s = routing.ticket.decided_s
-        self._observer.ended(
-            routing.decision,
-            Seen(
-                routing.request_id,
+        self._observer.tell(
+            events.Ended(
+                routing.facts,
+                routing.decision,
                 routing.served,
                 routing.status,
                 routing.attempts,
                 None if routing.headers_s is None else routing.headers_s - decided_s,
                 now - decided_s,
-            ),
+                routing.streamed,
+                now,
+            )
         )
 
 

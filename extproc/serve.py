@@ -19,6 +19,7 @@ from extproc.errors import ListenError
 from extproc.fleet.config import RouterConfig
 from extproc.fleet.dns import Resolver, expand
 from extproc.fleet.watch import Watcher
+from extproc.observe import events
 from extproc.observe.engines import EngineObserver
 from extproc.observe.exporter import Exporter
 from extproc.observe.logs import LEVELS, configure
@@ -78,7 +79,7 @@ async def _serve(args: argparse.Namespace) -> int:
         router.apply(config)
         scraper.reconcile()
         prober.reconcile()
-        observer.reloaded(config.source, config.warnings)
+        observer.tell(events.Reloaded(config.source, config.warnings))
 
     def reload(config: RouterConfig) -> None:
         pending.add(task := asyncio.ensure_future(resolver.use(config)))
@@ -88,11 +89,11 @@ async def _serve(args: argparse.Namespace) -> int:
     def report(task: asyncio.Future[None]) -> None:
         # Nobody awaits these tasks before the end, and one that fails must not do so in silence.
         if not task.cancelled() and (error := task.exception()) is not None:
-            observer.internal_error(error)
+            observer.tell(events.Fault(error))
 
     pending: set[asyncio.Future[None]] = set()
-    watcher = Watcher(args.envoy_config, reload, observer.refused)
-    resolver = Resolver(take, observer.unresolved)
+    watcher = Watcher(args.envoy_config, reload, lambda error: observer.tell(events.ReloadRefused(error)))
+    resolver = Resolver(take, lambda name, why: observer.tell(events.Unresolved(name, why)))
     config = watcher.start()
     router = Router(expand(config, {}), observer, origin=secrets.randbits(48))
     engines = EngineObserver(observer.registry)

@@ -22,6 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from extproc.errors import ListenError
 from extproc.exchange import Exchange
 from extproc.fleet.settings import route_overrides
+from extproc.observe import events
 from extproc.observe.observer import Observer
 from extproc.router import Router
 from extproc.wire import METHOD, SERVICE, ProcessingRequest, ProcessingResponse
@@ -117,7 +118,7 @@ class Server:
             (str(key), value) for key, value in context.invocation_metadata() or ()
         )
         for problem in problems:
-            self._observer.route_problem(problem)
+            self._observer.tell(events.RouteSettingIgnored(problem))
         exchange = Exchange(self._router, overrides, self._router.config.max_body_bytes)
         task = cast("asyncio.Task[None]", asyncio.current_task())
         self._streams.add(task)
@@ -133,7 +134,7 @@ class Server:
             if not self._closing:
                 raise
         except Exception as error:  # anything: the request must go on without us
-            self._observer.internal_error(error)
+            self._observer.tell(events.Fault(error))
         finally:
             exchange.close(time.monotonic())
             self._streams.discard(task)

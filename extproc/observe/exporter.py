@@ -19,8 +19,9 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from extproc.errors import ListenError
+from extproc.facts import RequestFacts
 from extproc.fleet.settings import ROUTE_PREFIX, route_overrides
-from extproc.router import RequestFacts, Router
+from extproc.router import Router
 
 EXPLAIN_PATH = "/explain"
 

@@ -23,13 +23,14 @@ import bodies
 from google.protobuf.message import DecodeError
 
 from extproc.exchange import Exchange
+from extproc.facts import RequestFacts
 from extproc.fleet.config import EndpointConfig, PoolConfig, PoolSettings, RouterConfig, Steering
 from extproc.fleet.settings import POLICIES, RouteOverrides
 from extproc.observe.logs import configure
 from extproc.observe.observer import Observer
 from extproc.prefix import chain
 from extproc.prompt import Prompt, Unreadable, read_prompt
-from extproc.router import RequestFacts, Router
+from extproc.router import Router
 from extproc.routing.demand import HEADERS
 from extproc.routing.health import Probe
 from extproc.routing.pool import Pool

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from extproc.cli import main
 from extproc.demo.envoy_setup import shipped
+from extproc.facts import RequestFacts
 from extproc.fleet.config import EndpointConfig, PoolConfig, PoolSettings, RouterConfig
 from extproc.fleet.settings import RouteOverrides
 from extproc.observe.observer import Observer
-from extproc.router import RequestFacts, Router, Routing
+from extproc.router import Router, Routing
 from extproc.routing.admission import Shed
 from extproc.routing.explanation import Explanation
 from extproc.routing.health import Probe

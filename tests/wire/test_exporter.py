@@ -16,11 +16,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from extproc.cli import main
 from extproc.errors import ListenError
+from extproc.facts import RequestFacts
 from extproc.fleet.config import EndpointConfig, PoolConfig, PoolSettings, RouterConfig
 from extproc.fleet.settings import RouteOverrides
 from extproc.observe.exporter import Exporter, _is_local
 from extproc.observe.observer import Observer
-from extproc.router import RequestFacts, Router, Routing
+from extproc.router import Router, Routing
 
 PATH = "/v1/chat/completions"
 MAX_BODY_BYTES = 100_000
