@@ -14,8 +14,8 @@ from math import exp
 
 from extproc.fleet.config import EndpointConfig, PoolSettings
 from extproc.routing.health import Health
-from extproc.routing.lengths import Lengths
 from extproc.routing.speed import Speed
+from extproc.routing.tally import Tally
 
 
 class Worker:
@@ -53,7 +53,7 @@ class Worker:
         self.oldest_s: float | None = None  # last use of what it would evict first
         self.engine_started_s: float | None = None  # start of the engine's process (Unix time), if told
         self.cache_tokens = 0  # size of its cache, in its own tokens
-        self.lengths = Lengths()
+        self.lengths = Tally()  # estimated tokens of its prompts
         self.health = Health(settings)
         self.configure(endpoint, settings)
 

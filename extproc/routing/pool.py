@@ -149,13 +149,13 @@ class Pool:
             self.observe_cache(worker)
 
     def measured(self, worker: Worker, requests: float | None, prompt_tokens: float | None) -> None:
-        """The engine told how long its requests' prompts were: see `Lengths.told`.
+        """The engine told how long its requests' prompts were: see `Tally.told`.
 
         The picture counts estimated tokens, so the caches' sizes follow the scale between the two.
         """
         if worker.slot < 0 or (learned := worker.lengths.told(requests, prompt_tokens)) is None:
             return
-        self._scale.learn(*learned)
+        self._scale.learn(learned)
         if abs(self._scale.value / self.token_scale - 1.0) > SCALE_STEP:
             self.token_scale = self._scale.value
             for each in self._list:

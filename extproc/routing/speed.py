@@ -13,13 +13,14 @@ to nothing was foretold, so tell the overhead of a step and nothing of the speed
 A queue that is foretold with a speed too low grows beyond the true one, so the step is right in its
 direction and its size is bounded, as is the whole.
 
-An engine whose count differs from ours has other clients, or a router that we don't hear of: that interval
-teaches nothing. Neither do engines that don't tell.
+`extproc.routing.tally` compares the counts. Engines that don't tell teach nothing.
 """
 
 from __future__ import annotations
 
-from math import exp, inf, isfinite, log
+from math import exp, inf, log
+
+from extproc.routing.tally import Interval, Tally
 
 #: The speed stays within this factor of the prior.
 MAX_FACTOR = 8.0
@@ -30,13 +31,6 @@ HALF_REQUESTS = 8.0
 
 #: Most that one interval changes the logarithm of the speed.
 MAX_STEP = 0.1
-
-#: An interval with fewer requests is joined with the next one.
-MIN_REQUESTS = 4.0
-
-#: Ours and the engine's count may differ by this share, or by this many.
-FOREIGN_SHARE = 0.1
-FOREIGN_REQUESTS = 2.0
 
 #: How far off, about, the overhead and the logarithm of the speed may be.
 OVERHEAD_SD_S = 0.05
@@ -55,24 +49,13 @@ class Speed:
     ``log_factor``: logarithm of the speed over the prior. ``overhead_s``: what each request takes besides.
     """
 
-    __slots__ = (
-        "_engine",
-        "_foretold_s",
-        "_own",
-        "_own_before",
-        "log_factor",
-        "overhead_s",
-        "prior_s_per_token",
-    )
+    __slots__ = ("_times_s", "log_factor", "overhead_s", "prior_s_per_token")
 
     def __init__(self, prior_s_per_token: float) -> None:
         self.prior_s_per_token = prior_s_per_token
         self.log_factor = 0.0
         self.overhead_s = 0.0
-        self._own = 0  # requests that ended
-        self._foretold_s = 0.0  # their times, as foretold, in sum
-        self._engine: tuple[float, float] | None = None  # count and sum at the last reading that was used
-        self._own_before = (0, 0.0)  # ours, then
+        self._times_s = Tally()  # to the first token, as foretold and as told
 
     @property
     def s_per_token(self) -> float:
@@ -81,32 +64,22 @@ class Speed:
 
     def ended(self, foretold_s: float) -> None:
         """A request ended that should have had its first token ``foretold_s`` after its decision."""
-        self._own += 1
-        self._foretold_s += foretold_s
+        self._times_s.ended(foretold_s)
 
     def told(self, requests: float | None, waited_s: float | None) -> bool:
         """What the engine counts since its start: ended requests, their times to the first token in sum.
 
         None: it doesn't say. Returns whether something was learned.
         """
-        before, own_before = self._engine, self._own_before
-        if requests is None or waited_s is None or not (isfinite(requests) and isfinite(waited_s)):
-            self._engine = None
+        times_s = self._times_s.told(requests, waited_s)
+        if times_s is None:
             return False
-        if before is not None and 0.0 <= requests - before[0] < MIN_REQUESTS and waited_s >= before[1]:
-            return False
-        self._engine = (requests, waited_s)
-        self._own_before = (self._own, self._foretold_s)
-        if before is None or requests < before[0] or waited_s < before[1]:
-            return False  # the first reading of this engine's life
-        count, own = requests - before[0], self._own - own_before[0]
-        if abs(count - own) > max(FOREIGN_REQUESTS, FOREIGN_SHARE * count) or not own:
-            return False
-        self._step((waited_s - before[1]) / count, (self._foretold_s - own_before[1]) / own, count)
+        self._step(times_s)
         return True
 
-    def _step(self, told_s: float, foretold_s: float, count: float) -> None:
-        error_s = told_s - self.overhead_s - foretold_s
+    def _step(self, times_s: Interval) -> None:
+        foretold_s, count = times_s.own_mean, times_s.requests
+        error_s = times_s.told_mean - self.overhead_s - foretold_s
         share_s = SPEED_SD * foretold_s
         gain = GAIN * count / (count + HALF_REQUESTS) / (OVERHEAD_SD_S**2 + share_s**2)
         slower = gain * error_s * share_s * SPEED_SD

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from extproc.fleet.config import EndpointConfig, PoolConfig, PoolSettings
 from extproc.prefix import PrefixChain
-from extproc.routing.lengths import HIGHEST, LOWEST, Lengths, Scale
+from extproc.routing.lengths import HIGHEST, LOWEST, Scale
 from extproc.routing.pool import Pool
+from extproc.routing.tally import Interval, Tally
 
 MAYBE = st.one_of(st.none(), st.floats(allow_nan=True, allow_infinity=True))
 
@@ -58,7 +59,7 @@ def test_prompts_of_others_teach_nothing() -> None:
 
 
 def test_a_restarted_engine_and_a_silent_one_teach_nothing() -> None:
-    lengths = Lengths()
+    lengths = Tally()
     assert lengths.told(100.0, 1e6) is None
     for _ in range(10):
         lengths.ended(1000)
@@ -69,16 +70,16 @@ def test_a_restarted_engine_and_a_silent_one_teach_nothing() -> None:
     assert lengths.told(15.0, 2e4) is None  # the first after the silence
     for _ in range(10):
         lengths.ended(1000)
-    assert lengths.told(25.0, 4e4) == (10.0, 2e4, 10_000.0)
+    assert lengths.told(25.0, 4e4) == Interval(10.0, 2e3, 1000.0)
 
 
 def test_recent_requests_count_more() -> None:
     scale = Scale()
     for _ in range(50):
-        scale.learn(20.0, 20_000.0, 20_000.0)
+        scale.learn(Interval(20.0, 1000.0, 1000.0))
     assert scale.value == pytest.approx(1.0)
     for _ in range(50):
-        scale.learn(20.0, 40_000.0, 20_000.0)
+        scale.learn(Interval(20.0, 2000.0, 1000.0))
     assert scale.value == pytest.approx(2.0, rel=0.02)
 
 
@@ -86,11 +87,11 @@ def test_recent_requests_count_more() -> None:
 def test_whatever_engines_say_the_scale_is_bounded(
     told: list[tuple[int, int, float | None, float | None]],
 ) -> None:
-    scale, lengths = Scale(), Lengths()
+    scale, lengths = Scale(), Tally()
     for ended, estimate, requests, tokens in told:
         for _ in range(ended):
             lengths.ended(estimate)
         learned = lengths.told(requests, tokens)
         if learned is not None:
-            scale.learn(*learned)
+            scale.learn(learned)
         assert LOWEST <= scale.value <= HIGHEST
