@@ -2,15 +2,15 @@
 
 ``GET /metrics`` (and ``/``) is the registry, encoded in a thread, off the event loop. ``POST /explain`` takes
 a request's body and says what would become of the request, as JSON (`extproc.routing.explanation`). It
-changes nothing. As it tells what the caches hold, it answers this machine only, wherever the port listens.
+changes nothing. As it tells what the caches hold, it answers this machine only (`extproc.observe.local`), as
+do the paths that others bring along.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 from aiohttp import web
@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from extproc.errors import ListenError
 from extproc.facts import RequestFacts
 from extproc.fleet.settings import ROUTE_PREFIX, route_overrides
+from extproc.observe.local import local_only
 from extproc.router import Router
 
 EXPLAIN_PATH = "/explain"
@@ -34,7 +35,10 @@ DEFAULT_PATH = "/v1/chat/completions"
 class Exporter:
     """A running listener. Open it in the router's event loop, close it there."""
 
-    def __init__(self, registry: CollectorRegistry, router: Router) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, router: Router, further: Iterable[web.RouteDef] = ()
+    ) -> None:
+        """``further``: paths that are served here, too; they guard themselves."""
         self._registry = registry
         self._router = router
         # Refuses a longer body by itself. 0 would be no limit.
@@ -43,7 +47,8 @@ class Exporter:
             [
                 web.get("/", self._metrics),
                 web.get("/metrics", self._metrics),
-                web.post(EXPLAIN_PATH, self._explain),
+                web.post(EXPLAIN_PATH, local_only(self._explain)),
+                *further,
             ]
         )
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
@@ -76,8 +81,6 @@ class Exporter:
         return response
 
     async def _explain(self, request: web.Request) -> web.Response:
-        if not _is_local(request.remote):
-            raise web.HTTPForbidden(text=f"{EXPLAIN_PATH} answers this machine only\n")
         body = await request.read()
         headers: Mapping[str, str] = {name.lower(): value for name, value in request.headers.items()}
         overrides, problems = route_overrides(
@@ -95,13 +98,3 @@ class Exporter:
             pools = ", ".join(sorted(self._router.pools)) or "none"
             raise web.HTTPNotFound(text=f"which pool? There are: {pools}\n")
         return web.json_response(body=msgspec.json.encode(explanation))
-
-
-def _is_local(remote: str | None) -> bool:
-    """Whether a peer's address is this machine's loopback."""
-    try:
-        address = ipaddress.ip_address(remote or "")
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback

@@ -19,7 +19,8 @@ from extproc.errors import ListenError
 from extproc.facts import RequestFacts
 from extproc.fleet.config import EndpointConfig, PoolConfig, PoolSettings, RouterConfig
 from extproc.fleet.settings import RouteOverrides
-from extproc.observe.exporter import Exporter, _is_local
+from extproc.observe.exporter import Exporter
+from extproc.observe.local import is_local, is_meant_for_here
 from extproc.observe.observer import Observer
 from extproc.router import Router, Routing
 
@@ -112,8 +113,18 @@ async def test_explain_refuses(
 
 
 def test_only_this_machine_may_ask_for_explanations() -> None:
-    assert [_is_local(a) for a in ("127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1")] == [True] * 4
-    assert [_is_local(a) for a in ("10.0.0.1", "::ffff:10.0.0.1", "fe80::1%eth0", "", None)] == [False] * 5
+    assert [is_local(a) for a in ("127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1")] == [True] * 4
+    assert [is_local(a) for a in ("10.0.0.1", "::ffff:10.0.0.1", "fe80::1%eth0", "", None)] == [False] * 5
+
+
+async def test_a_name_pointed_at_this_machine_is_refused(url: str, http: aiohttp.ClientSession) -> None:
+    """DNS rebinding: a page of another site reads what its own name, now 127.0.0.1, answers."""
+    for host in ("evil.example:9090", "localhost.evil.example", ""):
+        async with http.post(url + "/explain", data=b"{}", headers={"host": host}) as response:
+            assert response.status == 403, host
+    hosts = ("127.0.0.1", "127.0.0.1:9090", "localhost:1", "LocalHost", "[::1]:9090", "10.0.0.1")
+    assert [is_meant_for_here(host) for host in hosts] == [True] * 6
+    assert [is_meant_for_here(host) for host in ("a.b", "[::1", "::1:a", "1.2.3", "")] == [False] * 5
 
 
 async def test_addresses_that_cannot_be_served(router: Router, url: str) -> None:
