@@ -17,6 +17,7 @@ COMMANDS = {
     "health": ("extproc.health", "ask a running router whether it serves"),
     "explain": ("extproc.explain", "what would become of a request, and why"),
     "demo": ("extproc.demo.demo", "real Envoy, the router and emulated workers: see the difference"),
+    "traffic": ("extproc.demo.traffic", "agents' traffic for a stack that runs already"),
     "drill": ("extproc.demo.drill", "break emulated workers under load: what do clients notice?"),
     "worker": ("extproc.emulator.worker", "run one emulated vLLM worker"),
     "simulate": ("extproc.sim.simulate", "what would routing do for my traffic? in virtual time"),

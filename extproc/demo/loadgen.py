@@ -18,6 +18,7 @@ import msgspec
 
 from extproc.demo.personas import Persona, Workload, make_turn
 from extproc.emulator.worker_http import WORKER_HEADER
+from extproc.exchange import DEBUG_HEADER
 
 _TIMEOUT_S = 300.0
 _HEADERS = {"content-type": "application/json"}
@@ -29,7 +30,7 @@ _DONE = b"[DONE]"
 class Result:
     """One request; wall seconds, ``start_s`` and ``end_s`` on the monotonic clock.
 
-    ``error``: why it failed, "" if it didn't. ``worker``: who answered.
+    ``error``: why it failed, "" if it didn't. ``worker``: who answered. ``decision``: the debug header.
     """
 
     index: int
@@ -41,6 +42,7 @@ class Result:
     cached_tokens: int = 0
     completion_tokens: int = 0
     worker: str = ""
+    decision: str = ""
     error: str = ""
 
 
@@ -81,6 +83,7 @@ async def ask(session: aiohttp.ClientSession, url: str, body: bytes, result: Res
     try:
         async with session.post(url + "/v1/chat/completions", data=body, headers=_HEADERS) as response:
             result.worker = response.headers.get(WORKER_HEADER, "")
+            result.decision = response.headers.get(DEBUG_HEADER, "")
             if response.status != 200:
                 result.error = f"status {response.status}: {(await response.read())[:200]!r}"
             else:
@@ -109,6 +112,7 @@ async def _read_stream(response: aiohttp.ClientResponse, result: Result) -> None
                 usage = msgspec.json.decode(payload)["usage"]
                 result.prompt_tokens = usage["prompt_tokens"]
                 result.completion_tokens = usage["completion_tokens"]
-                result.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+                details = usage.get("prompt_tokens_details") or {}  # vLLM tells it only if asked to
+                result.cached_tokens = details.get("cached_tokens") or 0
     if not finished and not result.error:
         result.error = "the stream ended without [DONE]"
