@@ -16,7 +16,7 @@ from extproc.envoyconf.resources import Resources
 from extproc.envoyconf.steering import read_max_body_bytes, read_steering
 from extproc.fleet.config import RouterConfig
 
-__all__ = ["ConfigError", "Problem", "load"]
+__all__ = ["ConfigError", "Problem", "Resources", "load", "survey"]
 
 
 def load(path: str | Path) -> RouterConfig:
@@ -25,6 +25,11 @@ def load(path: str | Path) -> RouterConfig:
     Raises ConfigError with every problem that was found and the files that were read so far.
     ``RouterConfig.files`` are the files to watch.
     """
+    return survey(path)[0]
+
+
+def survey(path: str | Path) -> tuple[RouterConfig, Resources]:
+    """As `load`, and the resources that it was read from."""
     resources = Resources(source=str(path))
     resources.open(str(path))
     pools, clusters = read_pools(resources)
@@ -35,8 +40,13 @@ def load(path: str | Path) -> RouterConfig:
         raise ConfigError(resources.problems, files)
     if not pools:
         resources.warnings.append(
-            f"{path}: no cluster has the key extproc in metadata.filter_metadata, so nothing is routed;"
-            " add it to the cluster of your workers: metadata: {filter_metadata: {extproc: {}}}"
+            Problem(
+                str(path),
+                "",
+                None,
+                "no cluster has the key extproc in metadata.filter_metadata, so nothing is routed",
+                "add it to the cluster of your workers: metadata: {filter_metadata: {extproc: {}}}",
+            )
         )
     config = RouterConfig(
         pools=pools,
@@ -44,6 +54,8 @@ def load(path: str | Path) -> RouterConfig:
         source=str(path),
         clusters=clusters,
         files=files,
-        warnings=tuple(resources.warnings),
+        warnings=tuple(str(warning) for warning in resources.warnings),
     )
-    return config if max_body_bytes is None else replace(config, max_body_bytes=max_body_bytes)
+    if max_body_bytes is not None:
+        config = replace(config, max_body_bytes=max_body_bytes)
+    return config, resources

@@ -90,6 +90,29 @@ class Node:
             for index, value in enumerate(node.value):
                 yield Node(self.document, (*node.path, index), value)
 
+    def field(self, *names: str) -> Node:
+        """The node down this way; where there is none, the place where it would be, with the value None."""
+        node = self
+        for name in names:
+            node = node.get(name) or Node(self.document, (*node.path, name), None)
+        return node
+
+    def mappings(self) -> Iterator[Node]:
+        """Every mapping at or under this node, in document order; what anchors share is visited once."""
+        seen: set[int] = set()
+        stack = [self]
+        while stack:
+            node = stack.pop()
+            value: Any = node.value
+            if not isinstance(value, dict | list) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, dict):
+                yield node
+                stack.extend(node.child(key) for key in reversed(value))
+            else:
+                stack.extend(node.child(index) for index in reversed(range(len(value))))
+
     def child(self, key: str | int) -> Node:
         """The element under exactly this key or index, which must exist."""
         return Node(self.document, (*self.path, key), self.value[key])

@@ -67,7 +67,7 @@ def read_pools(resources: Resources) -> tuple[dict[str, PoolConfig], dict[str, s
             resources.problems.append(node.problem("is a pool without a name", "give the cluster a name"))
             continue
         if name in clusters:
-            resources.warnings.append(str(node.problem("is named twice; the first one counts", value=name)))
+            resources.warnings.append(node.problem("is named twice; the first one counts", value=name))
             continue
         pool, settings, where = _settings(node, resources.problems)
         draft = drafts.setdefault(pool or name, _Draft(pool or name))
@@ -81,7 +81,8 @@ def read_pools(resources: Resources) -> tuple[dict[str, PoolConfig], dict[str, s
     pools = {name: _pool(draft, resources.warnings) for name, draft in drafts.items()}
     for name, pool_config in pools.items():
         if not pool_config.endpoints:
-            resources.warnings.append(f"{resources.source}: pool {name!r} has no worker that can be picked")
+            message = f"pool {name!r} has no worker that can be picked"
+            resources.warnings.append(Problem(resources.source, "", None, message))
     return pools, clusters
 
 
@@ -118,7 +119,7 @@ def _merge_settings(draft: _Draft, settings: dict[str, Any], where: Node, proble
         draft.origin.setdefault(key, where)
 
 
-def _pool(draft: _Draft, warnings: list[str]) -> PoolConfig:
+def _pool(draft: _Draft, warnings: list[Problem]) -> PoolConfig:
     settings = PoolSettings(**draft.settings)
     endpoints = tuple(
         found.endpoint if found.own_limit else replace(found.endpoint, max_inflight=settings.max_inflight)
@@ -127,7 +128,7 @@ def _pool(draft: _Draft, warnings: list[str]) -> PoolConfig:
     return PoolConfig(draft.name, endpoints, settings)
 
 
-def _once(draft: _Draft, warnings: list[str]) -> Iterable[_Found]:
+def _once(draft: _Draft, warnings: list[Problem]) -> Iterable[_Found]:
     """Each address once: where it has the lowest priority, and of equals the first.
 
     With a cluster per worker the others are listed behind each worker, at a higher priority, for retries.
@@ -138,7 +139,7 @@ def _once(draft: _Draft, warnings: list[str]) -> Iterable[_Found]:
         held = kept.setdefault(address, found)
         if held is not found and held.priority == found.priority:
             message = f"is in pool {draft.name!r} twice; the one of {held.endpoint.cluster!r} counts"
-            warnings.append(str(found.node.problem(message, value=address)))
+            warnings.append(found.node.problem(message, value=address))
     return kept.values()
 
 
@@ -168,11 +169,9 @@ def _lookup_family(cluster: Node) -> str:
 def _from_eds(eds: Node, name: str, resources: Resources) -> list[tuple[Any, Node]]:
     if not resources.follow(eds.get("eds_config"), needed=True):
         resources.warnings.append(
-            str(
-                eds.problem(
-                    "gets its endpoints over the network, so the router can't see them;"
-                    " name a file by path_config_source"
-                )
+            eds.problem(
+                "gets its endpoints over the network, so the router can't see them",
+                "name a file by path_config_source",
             )
         )
         return []
@@ -196,7 +195,7 @@ def _endpoint(
     socket_address = endpoint.address.socket_address if endpoint and endpoint.address else None
     if socket_address is None or not socket_address.address or not socket_address.port_value:
         problem = where.problem("has no IP address or DNS name with a port, so it can't be picked; left out")
-        resources.warnings.append(str(problem))
+        resources.warnings.append(problem)
         return None
     values: dict[str, Any] = {}
     metadata = where.get(*_METADATA, "extproc")

@@ -32,7 +32,7 @@ class Resources:
     assignments: list[Node] = field(default_factory=list)
     files: dict[str, Document | None] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[Problem] = field(default_factory=list)
 
     def follow(self, source: Node | None, *, needed: bool) -> bool:
         """Read the file that a ``ConfigSource`` names; False if it names none.
@@ -57,7 +57,7 @@ class Resources:
             if needed:
                 self.problems.append(problem)
             else:
-                self.warnings.append(str(problem))
+                self.warnings.append(problem)
             return True
         self.open(file)
         return True

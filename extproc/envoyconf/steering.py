@@ -16,12 +16,12 @@ from extproc.envoyconf.typed import read_override_host
 from extproc.fleet.config import Steering
 
 _OVERRIDE_HOST = "envoy.extensions.load_balancing_policies.override_host.v3.OverrideHost"
-_HCM = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
-_EXT_PROC_PER_ROUTE = "envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute"
+HCM = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
+EXT_PROC_PER_ROUTE = "envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute"
 _FILTER_CONFIG = "envoy.config.route.v3.FilterConfig"
 
 #: Envoy's own limit when nothing sets one.
-_DEFAULT_BUFFER_BYTES = 1024 * 1024
+DEFAULT_BUFFER_BYTES = 1024 * 1024
 
 #: The largest body that fits into one gRPC message (2 GiB) with what else it carries.
 _MOST_BUFFER_BYTES = 2**31 - 2**20
@@ -41,7 +41,7 @@ def read_steering(resources: Resources) -> Steering:
     for cluster in resources.clusters:
         if not is_pool(cluster):
             continue
-        policies = list(_override_hosts(cluster))
+        policies = list(override_hosts(cluster))
         if not policies:
             unsteered.append(cluster)
         for policy in policies:
@@ -51,12 +51,10 @@ def read_steering(resources: Resources) -> Steering:
     )
     if resources.listeners and not cluster_headers:
         resources.warnings.extend(
-            str(
-                cluster.problem(
-                    "is a pool, but no override_host policy and no route's cluster_header lets a pick steer",
-                    "see envoy/envoy.yaml",
-                    value=cluster.text("name"),
-                )
+            cluster.problem(
+                "is a pool, but no override_host policy and no route's cluster_header lets a pick steer",
+                "see envoy/envoy.yaml",
+                value=cluster.text("name"),
             )
             for cluster in unsteered
         )
@@ -69,22 +67,22 @@ def read_max_body_bytes(resources: Resources) -> int | None:
     """The largest body that any listener or route lets Envoy buffer; None if no listener is in sight."""
     if not resources.listeners and not resources.routes:
         return None
-    most = _DEFAULT_BUFFER_BYTES
+    most = DEFAULT_BUFFER_BYTES
     for root in (*resources.listeners, *resources.routes):
-        for mapping in _mappings(root):
+        for mapping in root.mappings():
             for name in _BUFFER_FIELDS:
                 limit = mapping.get(name)
                 if limit is not None:
-                    most = max(most, _bytes(limit.value))
+                    most = max(most, whole_bytes(limit.value))
     return min(most, _MOST_BUFFER_BYTES)
 
 
 def route_configs(resources: Resources) -> Iterator[Node]:
     """Route configurations of all HTTP connection managers, inline or in RDS files (which are read here)."""
     for listener in list(resources.listeners):
-        for mapping in _mappings(listener):
+        for mapping in listener.mappings():
             name, body = mapping.unpack()
-            if name != _HCM:
+            if name != HCM:
                 continue
             inline = body.get("route_config")
             if inline is not None:
@@ -93,9 +91,10 @@ def route_configs(resources: Resources) -> Iterator[Node]:
     yield from resources.routes
 
 
-def _override_hosts(cluster: Node) -> Iterator[Node]:
+def override_hosts(cluster: Node) -> Iterator[Node]:
+    """The cluster's ``override_host`` policies; more than one where they are nested."""
     policy = cluster.get("load_balancing_policy")
-    for mapping in _mappings(policy) if policy is not None else ():
+    for mapping in policy.mappings() if policy is not None else ():
         name, body = mapping.unpack()
         if name == _OVERRIDE_HOST:
             yield body
@@ -118,11 +117,11 @@ def _sources(
                 "has a metadata path that is not exactly one key; the router can't steer by it",
                 "use one key, such as path: [{key: x-gateway-destination-endpoint}]",
             )
-            resources.warnings.append(str(problem))
+            resources.warnings.append(problem)
 
 
 def _cluster_headers(config: Node) -> Iterator[str]:
-    for mapping in _mappings(config):
+    for mapping in config.mappings():
         header = mapping.text("route", "cluster_header")
         if header and not _disabled(mapping):
             yield header.lower()
@@ -136,29 +135,12 @@ def _disabled(route: Node) -> bool:
     for key in filters.value:
         name, body = filters.child(key).unpack()
         off = body.get("disabled")
-        if off is not None and off.value is True and (name == _EXT_PROC_PER_ROUTE or "ext_proc" in key):
+        if off is not None and off.value is True and (name == EXT_PROC_PER_ROUTE or "ext_proc" in key):
             return True
     return False
 
 
-def _mappings(root: Node) -> Iterator[Node]:
-    """Every mapping at or under ``root``, in document order; what anchors share is visited once."""
-    seen: set[int] = set()
-    stack = [root]
-    while stack:
-        node = stack.pop()
-        value: Any = node.value
-        if not isinstance(value, dict | list) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, dict):
-            yield node
-            stack.extend(node.child(key) for key in reversed(value))
-        else:
-            stack.extend(node.child(index) for index in reversed(range(len(value))))
-
-
-def _bytes(value: Any) -> int:
+def whole_bytes(value: Any) -> int:
     """A byte count as a number or, for 64-bit fields in JSON, a string; 0 if it is neither."""
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 20:
         return int(value)
