@@ -77,13 +77,23 @@ class State(Enum):
 class Exchange:
     """The server's side of one ext_proc stream."""
 
-    def __init__(self, router: Router, overrides: RouteOverrides, max_body_bytes: int) -> None:
-        """``max_body_bytes``: a longer body (possible only in streamed modes) is routed by load."""
+    def __init__(
+        self,
+        router: Router,
+        overrides: RouteOverrides,
+        max_body_bytes: int,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """``max_body_bytes``: a longer body (possible only in streamed modes) is routed by load.
+
+        ``metadata``: see `RequestFacts`.
+        """
         self.state = State.HEADERS
         self.routing: Routing | None = None
         self._router = router
         self._overrides = overrides
         self._max_body_bytes = max_body_bytes
+        self._metadata = metadata or {}
         self._facts = RequestFacts()
         self._decided = False
         self._observed = False  # observability mode: nothing that we say has an effect
@@ -140,7 +150,7 @@ class Exchange:
         if self.state is not State.HEADERS:  # out of order: a second decision would never be ended
             return [ProcessingResponse(request_headers=HeadersResponse())]
         headers = message.request_headers
-        self._facts = _facts(headers, message, self._router.wanted_headers, now)
+        self._facts = _facts(headers, message, self._router.wanted_headers, self._metadata, now)
         if headers.end_of_stream or self._request_body_mode == ProcessingMode.NONE:
             reply = ProcessingResponse(request_headers=HeadersResponse())
             if self._steer(reply, reply.request_headers.response, b"", now):
@@ -307,7 +317,11 @@ class Exchange:
 
 
 def _facts(
-    headers: HttpHeaders, message: ProcessingRequest, wanted: frozenset[str], now: float
+    headers: HttpHeaders,
+    message: ProcessingRequest,
+    wanted: frozenset[str],
+    metadata: Mapping[str, str],
+    now: float,
 ) -> RequestFacts:
     seen = {
         "x-request-id": "",
@@ -328,6 +342,7 @@ def _facts(
         content_encoding=seen["content-encoding"],
         cluster=_text(_attributes(message), "xds.cluster_name"),
         headers=others,
+        metadata=metadata,
         arrived_s=now,
     )
 

@@ -11,8 +11,8 @@ class RequestFacts:
     """What Envoy's first message tells of a request.
 
     ``cluster``: Envoy's cluster for the route, "" when unknown (attribute ``xds.cluster_name``).
-    ``headers``: those of `extproc.router.Router.wanted_headers` that are there. ``arrived_s``: when that
-    message came, by the monotonic clock.
+    ``headers``: those of `extproc.router.Router.wanted_headers` that are there. ``metadata``: the same of
+    the stream itself, which are Envoy's own. ``arrived_s``: when that message came, by the monotonic clock.
     """
 
     request_id: str = ""
@@ -21,4 +21,5 @@ class RequestFacts:
     content_encoding: str = ""
     cluster: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
     arrived_s: float = 0.0

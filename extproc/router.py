@@ -20,7 +20,7 @@ from extproc.prefix import PrefixChain, chain
 from extproc.prompt import Prompt, Unreadable, read_prompt
 from extproc.routing.admission import Admission, Shed
 from extproc.routing.decision import Decision, Ticket
-from extproc.routing.demand import Demand, read_demand, wanted_headers
+from extproc.routing.demand import read_demand, wanted_headers
 from extproc.routing.explanation import Explanation, explain
 from extproc.routing.health import Change
 from extproc.routing.load import Worker
@@ -47,14 +47,12 @@ class Routing:
     gate: Admission
     entry: Entry
     max_output_tokens: int
-    facts: RequestFacts
+    decided: events.Decided
     header_timeout_ms: int = 0
     status: int = 0
     attempts: int = 0  # by Envoy; 0: unknown
     headers_s: float | None = None  # when response headers came
     served: str = ""  # by whom: ip:port; "" if nobody
-    demand: Demand | None = None  # None: admission had nothing to do with it
-    streamed: bool = False
 
 
 class Router:
@@ -91,7 +89,9 @@ class Router:
                 pool.update(pool_config)
             if name not in self._gates:
                 self._gates[name] = Admission(self.pools[name])
-        self.wanted_headers = frozenset().union(*(wanted_headers(p.settings) for p in config.pools.values()))
+        self.wanted_headers = self._observer.wanted_headers.union(
+            *(wanted_headers(p.settings) for p in config.pools.values())
+        )
         self.config = config
 
     def pool_for(self, facts: RequestFacts, overrides: RouteOverrides) -> Pool | None:
@@ -132,7 +132,9 @@ class Router:
         if isinstance(prompt, Prompt):
             prefix = _chain(pool, prompt)
             max_output_tokens = prompt.max_tokens or max_output_tokens
+            asked = events.Asked(prompt.model, prompt.max_tokens, prompt.stream)
         else:
+            asked = events.Asked(unreadable=prompt)
             self._observer.tell(events.PromptUnreadable(facts, pool.name, prompt, now))
         hashed_s = perf_counter()
         decision = pool.decide(prefix, now, overrides.policy)
@@ -140,7 +142,7 @@ class Router:
         if decision is None:
             if may_refuse and pool.settings.reject_if_empty:
                 shed = Shed(503, "no_worker", f"No worker serves {pool.name} at the moment.")
-                self._observer.tell(events.Refused(facts, pool.name, shed, None, None, now))
+                self._observer.tell(events.Refused(facts, asked, pool.name, shed, None, None, now))
                 return shed
             self._observer.tell(events.Unrouted(facts, "no_worker", pool.name, now))
             return None
@@ -150,25 +152,24 @@ class Router:
             demand = read_demand(facts.headers, body, overrides.priority, pool.settings)
             refusal = gate.admit(decision, demand, now)
             if refusal is not None:
-                self._observer.tell(events.Refused(facts, pool.name, refusal, demand, decision, now))
+                self._observer.tell(events.Refused(facts, asked, pool.name, refusal, demand, decision, now))
                 return refusal
-        stream = isinstance(prompt, Prompt) and prompt.stream
         entry = gate.began(decision, now)
-        ticket = pool.begin(decision, prefix, now, stream=stream)
-        self._observer.tell(
-            events.Decided(
-                facts,
-                decision,
-                prefix.key if prefix else None,
-                demand,
-                None if body is None else len(body),
-                work,
-                now,
-            )
+        ticket = pool.begin(decision, prefix, now, stream=asked.stream)
+        decided = events.Decided(
+            facts,
+            asked,
+            decision,
+            prefix.key if prefix else None,
+            demand,
+            None if body is None else len(body),
+            work,
+            now,
         )
+        self._observer.tell(decided)
         # Only a stream's headers come before its work; and where nobody else is any better, waiting is.
         timeout_ms = 0
-        if stream and not decision.overflow and len(decision.order) > 1 and not pool.panic:
+        if asked.stream and not decision.overflow and len(decision.order) > 1 and not pool.panic:
             timeout_ms = round(decision.worker.health.header_timeout_s * 1000)
         return Routing(
             pool,
@@ -177,10 +178,8 @@ class Router:
             gate,
             entry,
             max_output_tokens,
-            facts,
+            decided,
             timeout_ms,
-            demand=demand,
-            streamed=stream,
         )
 
     def explain(
@@ -213,7 +212,7 @@ class Router:
         if upstream != picked:
             routing.pool.served_by(routing.ticket, upstream, now)
             self._observer.tell(
-                events.Displaced(routing.facts, routing.decision, upstream, attempts, status, now)
+                events.Displaced(routing.decided.facts, routing.decision, upstream, attempts, status, now)
             )
 
     def _health_changed(self, pool: Pool, worker: Worker, change: Change) -> None:
@@ -228,23 +227,24 @@ class Router:
         routing.pool.end(routing.ticket, now, output)
         routing.gate.ended(
             routing.entry,
-            routing.demand,
+            routing.decided.demand,
             age_s=now - routing.ticket.decided_s,
             status=routing.status,
-            streamed=routing.streamed,
+            streamed=routing.decided.asked.stream,
             now=now,
         )
         decided_s = routing.ticket.decided_s
         self._observer.tell(
             events.Ended(
-                routing.facts,
+                routing.decided.facts,
+                routing.decided,
                 routing.decision,
                 routing.served,
                 routing.status,
                 routing.attempts,
                 None if routing.headers_s is None else routing.headers_s - decided_s,
                 now - decided_s,
-                routing.streamed,
+                routing.decided.asked.stream,
                 now,
             )
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from typing import cast
 
 import grpc
@@ -33,6 +34,7 @@ MESSAGE_OVERHEAD_BYTES = 8 * 1024 * 1024
 #: The message limit can't follow a reload, so there is room for larger bodies from the start.
 MIN_MESSAGE_BYTES = 64 * 1024 * 1024
 
+_NOTHING: Mapping[str, str] = {}
 
 #: A silent connection is asked for a sign of life after this long, and given up after as long again: so an
 #: Envoy that is gone without a word, its machine lost or cut off, has no requests in flight for ever.
@@ -114,12 +116,17 @@ class Server:
     ) -> None:
         if self._draining:
             return
-        overrides, problems = route_overrides(
-            (str(key), value) for key, value in context.invocation_metadata() or ()
-        )
+        metadata = context.invocation_metadata() or ()
+        overrides, problems = route_overrides((str(key), value) for key, value in metadata)
         for problem in problems:
             self._observer.tell(events.RouteSettingIgnored(problem))
-        exchange = Exchange(self._router, overrides, self._router.config.max_body_bytes)
+        wanted = self._observer.wanted_headers
+        exchange = Exchange(
+            self._router,
+            overrides,
+            self._router.config.max_body_bytes,
+            {str(k): v for k, v in metadata if k in wanted and isinstance(v, str)} if wanted else _NOTHING,
+        )
         task = cast("asyncio.Task[None]", asyncio.current_task())
         self._streams.add(task)
         self._idle.clear()

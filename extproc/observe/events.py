@@ -27,6 +27,20 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request asks for, besides its prompt.
+
+    ``model``: "" for the engine's default. ``max_tokens``: of output, if the client set a limit.
+    ``unreadable``: why nothing of this is known; None: it is.
+    """
+
+    model: str = ""
+    max_tokens: int | None = None
+    stream: bool = False
+    unreadable: Unreadable | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Decided:
     """A worker was chosen for a request.
 
@@ -35,6 +49,7 @@ class Decided:
     """
 
     facts: RequestFacts
+    asked: Asked
     decision: Decision
     prefix_key: int | None
     demand: Demand | None
@@ -48,6 +63,7 @@ class Refused:
     """Admission, or an empty pool, refused a request. ``decision``: what it would have been, if known."""
 
     facts: RequestFacts
+    asked: Asked
     pool: str
     shed: Shed
     demand: Demand | None
@@ -91,13 +107,14 @@ class Displaced:
 class Ended:
     """A request's stream is over.
 
-    ``worker``: ``ip:port`` of the one that answered, "" for none. ``status``, ``attempts``: 0 when unknown.
-    ``headers_s``: from the decision to the response headers, None if they never came: an upper bound on the
-    time to the first token only where the answer isn't a stream (``streamed``). ``duration_s``: to the
-    stream's end.
+    ``decided``: the event that was its beginning. ``worker``: ``ip:port`` of the one that answered, "" for
+    none. ``status``, ``attempts``: 0 when unknown. ``headers_s``: from the decision to the response headers,
+    None if they never came: an upper bound on the time to the first token only where the answer isn't a
+    stream (``streamed``). ``duration_s``: to the stream's end.
     """
 
     facts: RequestFacts
+    decided: Decided
     decision: Decision
     worker: str
     status: int

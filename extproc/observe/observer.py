@@ -34,6 +34,8 @@ class Observer:
 
     def __init__(self) -> None:
         self._handlers: dict[type, list[Callable[[Any], None]]] = {}
+        #: Of requests and of their streams, what sinks want to find in `RequestFacts`.
+        self.wanted_headers: frozenset[str] = frozenset()
         self.metrics = Metrics()
         self.add(self.metrics)
         self.add(Records())
@@ -43,8 +45,9 @@ class Observer:
         """What ``/metrics`` shows."""
         return self.metrics.registry
 
-    def add(self, sink: Sink) -> None:
-        """Tell it, too, from now on; after those before it."""
+    def add(self, sink: Sink, wanted_headers: frozenset[str] = frozenset()) -> None:
+        """Tell it, too, from now on; after those before it. Before any request, if it wants headers."""
+        self.wanted_headers |= wanted_headers
         for kind, handler in sink.handlers.items():
             self._handlers.setdefault(kind, []).append(handler)
 

@@ -34,6 +34,11 @@ class Prompt:
     max_tokens: int | None
     stream: bool
 
+    @property
+    def model(self) -> str:
+        """The model's or adapter's name; "" for the engine's default."""
+        return self.scope.split(b"\xff", 2)[1].decode()
+
 
 class Unreadable(StrEnum):
     """Why there is no prompt to route by; the value is the label in metrics and logs."""
