@@ -121,7 +121,18 @@ def step(name: str) -> Iterator[None]:
     print(f"ok ({time.monotonic() - started:.1f} s)", flush=True)
 
 
+def greeted() -> bool:
+    """Whether ``hello`` has ended, and well."""
+    hello = compose("ps", "-q", "hello").strip()
+    status, code = docker("inspect", "--format", "{{.State.Status}} {{.State.ExitCode}}", hello).split()
+    assert status != "exited" or code == "0", f"hello exited with status {code}"
+    return status == "exited"
+
+
 def check() -> None:
+    with step("hello shows the first routed answers"):
+        wait_for("hello's end", greeted)
+        assert re.search(r"in all: 2 requests .*affinity 1", compose("logs", "--no-color", "hello"))
     with step("every prompt stays on its worker"):
         settled()
     with step("metrics show the decisions"):

