@@ -97,15 +97,18 @@ async def _serve(args: argparse.Namespace) -> int:
     config = watcher.start()
     router = Router(expand(config, {}), observer, origin=secrets.randbits(48))
     engines = EngineObserver(observer.registry)
+    observer.add(engines)
     scraper = Scraper(router, engines)
     prober = Prober(router, engines)
     await resolver.use(config)
-    state = StateFile(args.state, router) if args.state else None
+    state = StateFile(args.state, router, observer.tell) if args.state else None
     if state is not None:
         state.restore()
     observer.watch(lambda: router.pools)
     engines.watch(lambda: scraper.targets)
     server = Server(router, observer)
+    observer.metrics.watch_config(lambda: watcher.refused)
+    observer.metrics.watch_streams(lambda: server.open_streams)
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)

@@ -81,6 +81,11 @@ class Server:
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
 
+    @property
+    def open_streams(self) -> int:
+        """Streams that Envoy holds open now."""
+        return len(self._streams)
+
     async def start(self, listen: str) -> str:
         """Listen on ``host:port`` or ``unix:PATH`` (port 0: any); returns the address. ListenError."""
         _check(listen)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
 
+from extproc.observe import events
 from extproc.router import Router
 from extproc.routing.snapshot import SnapshotError, restore, save
 
@@ -22,9 +24,12 @@ SAVE_INTERVAL_S = 30.0
 class StateFile:
     """One router's state on disk."""
 
-    def __init__(self, path: Path, router: Router) -> None:
+    def __init__(
+        self, path: Path, router: Router, tell: Callable[[events.Event], None] = lambda event: None
+    ) -> None:
         self._path = path
         self._router = router
+        self._tell = tell
         self._log = structlog.get_logger("extproc")
 
     def restore(self) -> None:
@@ -44,16 +49,19 @@ class StateFile:
         while True:
             await asyncio.sleep(SAVE_INTERVAL_S)
             data = self._data()
-            await asyncio.to_thread(self._write, data)
+            self._told(await asyncio.to_thread(self._write, data))
 
     def save(self) -> None:
         """Save now."""
-        self._write(self._data())
+        self._told(self._write(self._data()))
+
+    def _told(self, saved: bool) -> None:
+        self._tell(events.StateSaved() if saved else events.StateNotSaved())
 
     def _data(self) -> bytes:
         return save(self._router.pools, time.monotonic(), time.time())
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: bytes) -> bool:
         new = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         try:
             with new.open("wb") as file:
@@ -64,3 +72,5 @@ class StateFile:
         except OSError as error:
             self._log.warning("state not saved", state=str(self._path), why=str(error))
             new.unlink(missing_ok=True)
+            return False
+        return True

@@ -1,6 +1,6 @@
 """A few series out of a Prometheus text page, without parsing the page.
 
-A scrape of vLLM is 53 KB, nearly all of it histogram buckets; we want some twenty lines. So each line is
+A scrape of vLLM is 53 KB, nearly all of it histogram buckets; we want some forty lines. So each line is
 looked at as far as its metric's name, and only lines of a known name are read. `Decoder` takes the page in
 chunks as they arrive: the event loop gets its turn between them, and the page is never held as a whole.
 
@@ -22,6 +22,10 @@ MAX_LINE_BYTES = 64 * 1024
 
 #: A cache that claims to be larger is not believed: it sizes the router's picture of it.
 MAX_CACHE_TOKENS = 10_000_000_000
+
+
+#: A histogram with more buckets is cut off; vLLM's has 23.
+MAX_BUCKETS = 200
 
 
 class NotMetricsError(ValueError):
@@ -72,8 +76,11 @@ _CACHE_INFO = {
     b"vllm:cache_config_info": (b"block_size", b"num_gpu_blocks"),
     b"sglang:cache_config_info": (b"page_size", b"num_pages"),  # before 0.5.11
 }
+_TTFT_BUCKETS = frozenset(
+    {b"vllm:time_to_first_token_seconds_bucket", b"sglang:time_to_first_token_seconds_bucket"}
+)
 _STARTED = b"process_start_time_seconds"
-_WANTED = frozenset({*_VLLM, *_SGLANG_SCHEDULER, *_SGLANG_SERVER, *_CACHE_INFO, _STARTED})
+_WANTED = frozenset({*_VLLM, *_SGLANG_SCHEDULER, *_SGLANG_SERVER, *_CACHE_INFO, *_TTFT_BUCKETS, _STARTED})
 #: Averaged over the ranks, not summed.
 _MEANS = frozenset({"kv_usage", "old_kv_usage", "hit_ratio", "block_tokens", "info_block_tokens"})
 
@@ -86,6 +93,7 @@ class Decoder:
         self._sums: dict[str, float] = {}
         self._counts: dict[str, int] = {}
         self._seen: set[tuple[bytes, bytes]] = set()  # (series, dp_rank)
+        self._ttft: dict[float, float] = {}  # bound to count
         self._engine: Literal["vllm", "sglang"] | None = None
 
     def feed(self, chunk: bytes) -> None:
@@ -127,6 +135,7 @@ class Decoder:
             prefilled_tokens=self._value("prefilled_tokens"),
             ttft_s=self._value("ttft_s"),
             first_tokens=self._value("first_tokens"),
+            ttft_buckets=self._ttft_buckets(),
             ended_requests=self._value("ended_requests"),
             ended_prompt_tokens=self._value("ended_prompt_tokens"),
             started_s=self._value("started_s"),
@@ -145,6 +154,12 @@ class Decoder:
         tokens = self._value(*names)
         return int(tokens) if tokens is not None and 1.0 <= tokens <= MAX_CACHE_TOKENS else None
 
+    def _ttft_buckets(self) -> tuple[tuple[float, float], ...] | None:
+        buckets = tuple(sorted(self._ttft.items()))
+        if not buckets or buckets[-1][0] != math.inf or not all(math.isfinite(n) for _, n in buckets):
+            return None
+        return buckets
+
     def _add(self, field: str, value: float) -> None:
         self._sums[field] = self._sums.get(field, 0.0) + value
         self._counts[field] = self._counts.get(field, 0) + 1
@@ -152,6 +167,9 @@ class Decoder:
     def _take(self, name: bytes, line: bytes) -> None:
         if name == _STARTED:
             self._add("started_s", _number(line))
+            return
+        if name in _TTFT_BUCKETS:
+            self._take_bucket(line)
             return
         self._engine = "vllm" if name.startswith(b"vllm:") else "sglang"
         if name in _VLLM:
@@ -169,6 +187,12 @@ class Decoder:
                 self._take_cache(name, line)
             else:
                 self._add(_SGLANG_SCHEDULER[name], _number(line))
+
+    def _take_bucket(self, line: bytes) -> None:
+        le = _label(line, b"le")
+        bound = math.inf if le == b"+Inf" else _positive(le)
+        if not math.isnan(bound) and (bound in self._ttft or len(self._ttft) < MAX_BUCKETS):
+            self._ttft[bound] = self._ttft.get(bound, 0.0) + _number(line)
 
     def _take_cache(self, name: bytes, line: bytes) -> None:
         size_label, count_label = _CACHE_INFO[name]

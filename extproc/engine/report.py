@@ -40,7 +40,8 @@ class EngineReport:
     Counters since the engine's start: ``prefix_query_tokens`` and ``prefix_hit_tokens`` (looked up, found);
     ``prompt_tokens`` (prefilled, hits included); ``prefills`` (requests that ended), which waited
     ``queue_s`` in sum, then took ``prefill_s`` to the first token, for which ``prefilled_tokens`` were
-    computed; ``first_tokens`` came after ``ttft_s`` in sum, reading the request included.
+    computed; ``first_tokens`` came after ``ttft_s`` in sum, reading the request included; ``ttft_buckets``
+    are pairs of a bound (s, rising, the last infinite) and how many came within it.
     ``ended_requests`` had ``ended_prompt_tokens`` in sum, hits included.
     ``started_s``: start of the process, seconds since 1970.
     """
@@ -64,6 +65,7 @@ class EngineReport:
     prefilled_tokens: float | None = None
     ttft_s: float | None = None
     first_tokens: float | None = None
+    ttft_buckets: tuple[tuple[float, float], ...] | None = None
     ended_requests: float | None = None
     ended_prompt_tokens: float | None = None
     started_s: float | None = None
@@ -95,6 +97,24 @@ def hit_ratio(previous: EngineReport | None, current: EngineReport) -> float | N
         queries -= previous.prefix_query_tokens or 0.0
         hits -= previous.prefix_hit_tokens or 0.0
     return min(1.0, hits / queries) if queries > 0 else None
+
+
+def grown(previous: EngineReport, current: EngineReport, counter: str) -> float | None:
+    """How much a counter grew between two readings of one life; None if that can't be told."""
+    before, after = getattr(previous, counter), getattr(current, counter)
+    return None if before is None or after is None or after < before else after - before
+
+
+def first_tokens_by_bound(previous: EngineReport, current: EngineReport) -> dict[float, float] | None:
+    """First tokens between two readings, in each bucket alone, by its bound (s); None if it can't be told."""
+    before, after = previous.ttft_buckets, current.ttft_buckets
+    if before is None or after is None or [bound for bound, _ in before] != [bound for bound, _ in after]:
+        return None
+    counts, below = {}, 0.0
+    for (bound, earlier), (_, later) in zip(before, after, strict=True):
+        counts[bound] = later - earlier - below
+        below = later - earlier
+    return counts if min(counts.values()) >= 0.0 else None
 
 
 def differ(before: float | None, after: float | None, tolerance: float) -> bool:

@@ -199,6 +199,7 @@ class Scraper:
             self._observer.restarted(target.pool.name, target.worker.address)
         else:
             target.state = EngineState(report, now, before.report, before.at_s)
+        self._observer.told(target)
         waited_s = (
             None if report.queue_s is None or report.prefill_s is None else report.queue_s + report.prefill_s
         )

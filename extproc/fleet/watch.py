@@ -43,6 +43,8 @@ class Watcher:
         self._settle_s = settle_s
         self._config: RouterConfig | None = None
         self._seen: _Seen = {}
+        #: Whether the files' latest content was refused.
+        self.refused = False
 
     def start(self) -> RouterConfig:
         """Load for the first time and return the configuration; raises ConfigError. Blocks."""
@@ -73,9 +75,11 @@ class Watcher:
         if isinstance(outcome, ConfigError):
             # What was good before stays watched, too: the way back may be to put an old file in place.
             self._seen = seen | loaded
+            self.refused = True
             self._on_error(outcome)
             return
         self._seen = loaded
+        self.refused = False
         if outcome != self._config:
             self._config = outcome
             self._on_config(outcome)

@@ -171,6 +171,16 @@ class Unresolved:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class StateSaved:
+    """The state file was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateNotSaved:
+    """The state file can't be written."""
+
+
 Event = (
     Decided
     | Refused
@@ -184,4 +194,6 @@ Event = (
     | Reloaded
     | ReloadRefused
     | Unresolved
+    | StateSaved
+    | StateNotSaved
 )

@@ -1,6 +1,6 @@
 """The router's second port, for people and for Prometheus.
 
-``GET /metrics`` (and ``/``) is the registry, encoded in a thread, off the event loop. ``POST /explain`` takes
+``GET /metrics`` (and ``/``) is the registry, written in a thread, off the event loop. ``POST /explain`` takes
 a request's body and says what would become of the request, as JSON (`extproc.routing.explanation`). It
 changes nothing. As it tells what the caches hold, it answers this machine only (`extproc.observe.local`), as
 do the paths that others bring along.
@@ -15,13 +15,13 @@ from collections.abc import Iterable, Mapping
 import msgspec
 from aiohttp import web
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from extproc.errors import ListenError
 from extproc.facts import RequestFacts
 from extproc.fleet.settings import ROUTE_PREFIX, route_overrides
 from extproc.observe.local import local_only
+from extproc.observe.page import page
 from extproc.router import Router
 
 EXPLAIN_PATH = "/explain"
@@ -74,11 +74,9 @@ class Exporter:
         registry: Collector = self._registry
         if names := request.query.getall("name[]", []):
             registry = self._registry.restricted_registry(names)
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        text = await asyncio.to_thread(encode, registry)
-        response = web.Response(body=text, headers={"content-type": content_type})
-        response.enable_compression()
-        return response
+        accepted = (request.headers.get(name, "") for name in ("accept", "accept-encoding"))
+        body, headers = await asyncio.to_thread(page, registry, *accepted)
+        return web.Response(body=body, headers=headers)
 
     async def _explain(self, request: web.Request) -> web.Response:
         body = await request.read()
