@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from extproc.emulator.engine import Engine, EngineConfig, EngineRequest, Output
@@ -60,6 +61,8 @@ class Driver:
         self.dead: str | None = None
         #: Steps take so many times as long (an emulated fault).
         self.slowness = 1.0
+        #: Told of each step, how many tokens it computes.
+        self.on_step: Callable[[int], None] = lambda tokens: None
         #: Wall seconds written off because the process got no CPU.
         self.late_s = 0.0
         self._start_s = time.monotonic()
@@ -117,6 +120,7 @@ class Driver:
                 planned_s = time.monotonic()
                 continue
             self._note_admitted()
+            self.on_step(self.engine.step_tokens)
             planned_s += duration_s * self.slowness / self.speedup
             delay_s = planned_s - time.monotonic()
             if delay_s < -_MAX_LAG_S:

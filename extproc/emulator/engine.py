@@ -78,6 +78,7 @@ class EngineConfig:
 
     ``num_gpu_blocks`` counts blocks, one of which is a placeholder; the default holds 190,000 tokens.
     ``max_queued``: waiting requests beyond which the engine is full (None: no limit).
+    ``enable_prefix_caching``: off, nothing is ever found in the cache, and no lookup is counted.
     """
 
     block_size: int = 16
@@ -86,6 +87,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     max_model_len: int = 131_072
     max_queued: int | None = None
+    enable_prefix_caching: bool = True
     cost: CostModel = CostModel()
 
     @property
@@ -156,6 +158,7 @@ class Engine:
         self._sequences: dict[str, _Sequence] = {}
         self._step_count = 0  # steps in progress; 0: none
         self.step_s = 0.0  # duration of one of them
+        self.step_tokens = 0  # tokens that one of them computes
         self._began_s = 0.0
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -259,6 +262,7 @@ class Engine:
         if max_steps > 1 and not prefill_tokens:
             count = min(max_steps, self._uneventful_steps())
         self._step_count = count
+        self.step_tokens = prefill_tokens + decoding
         self.step_s = self.config.cost.step_duration_s(prefill_tokens, decoding)
         self._began_s = now
         return self.step_s * count
@@ -340,7 +344,8 @@ class Engine:
             index += 1
         while self._waiting and budget and not preempted and len(running) < config.max_num_seqs:
             sequence = self._waiting[0]
-            hits = pool.match(sequence.request.chain, (sequence.tokens - 1) // block_size)
+            lookup = (sequence.tokens - 1) // block_size if config.enable_prefix_caching else 0
+            hits = pool.match(sequence.request.chain, lookup)
             wanted = -(-sequence.tokens // block_size) - len(hits)
             if wanted + pool.idle(hits) > pool.free_blocks:
                 break
@@ -355,7 +360,7 @@ class Engine:
             self._cache_full_blocks(sequence, end)
             if sequence.cached_tokens < 0:
                 sequence.cached_tokens = sequence.computed
-                self.prefix_queries += sequence.tokens
+                self.prefix_queries += sequence.tokens if config.enable_prefix_caching else 0
                 self.prefix_hits += sequence.computed
             prefill_tokens += new_tokens
             sequence.scheduled = new_tokens
@@ -373,7 +378,7 @@ class Engine:
 
     def _cache_full_blocks(self, sequence: _Sequence, end: int) -> None:
         full = end // self.config.block_size
-        if full > sequence.hashed:
+        if full > sequence.hashed and self.config.enable_prefix_caching:
             cache, blocks, chain = self.pool.cache, sequence.blocks, sequence.request.chain
             for index in range(sequence.hashed, full):
                 cache(blocks[index], chain[index])

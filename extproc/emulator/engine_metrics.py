@@ -23,6 +23,7 @@ _REQUEST_BUCKETS = (
     *(240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 _TOKEN_BUCKETS = (*(1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000),)
+_STEP_BUCKETS = (1, 8, *(2**power for power in range(4, 15)))
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 _LABELS = ("engine", "model_name")
 
@@ -76,6 +77,10 @@ class EngineMetrics(Collector):
         )
         self._prompt = histogram("request_prompt_tokens", prompt, _TOKEN_BUCKETS)
         self._generation = histogram("request_generation_tokens", generation, _TOKEN_BUCKETS)
+        steps = histogram(
+            "iteration_tokens_total", "Histogram of number of tokens per engine_step.", _STEP_BUCKETS
+        )
+        driver.on_step = steps.observe
         success = Counter(
             "vllm:request_success",
             "Count of successfully processed requests.",
@@ -165,7 +170,7 @@ class EngineMetrics(Collector):
         labels = {
             "block_size": str(config.block_size),
             "cache_dtype": "auto",
-            "enable_prefix_caching": "True",
+            "enable_prefix_caching": str(config.enable_prefix_caching),
             "engine": "0",
             "gpu_memory_utilization": "0.92",
             "kv_cache_size_tokens": str(config.cache_tokens),

@@ -39,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--speedup", type=_positive, default=1.0, help="run so many times faster than real time")
     add("--kv-cache-tokens", type=int, default=190_000, help="what the KV cache holds (default: %(default)s)")
     add("--block-size", type=int, default=16, help="tokens a block (default: %(default)s)")
+    add(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep blocks for later prompts that begin alike",
+    )
     add("--max-num-seqs", type=int, default=256, help="sequences running at once (default: %(default)s)")
     add("--max-num-batched-tokens", type=int, default=2048, help="tokens a step (default: %(default)s)")
     add(
@@ -63,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="report cached tokens in usage; unlike in vLLM on by default",
     )
+    add("--report-version", default="0.32.0", help="what /version says (default: %(default)s)")
     add("--enable-request-id-headers", action="store_true", help="send X-Request-Id back")
     add(
         "--shutdown-timeout",
@@ -92,6 +99,7 @@ def configuration(args: argparse.Namespace) -> WorkerConfig:
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_model_len=args.max_model_len,
         max_queued=args.max_num_queued_reqs,
+        enable_prefix_caching=args.enable_prefix_caching,
         cost=CostModel(**{field.name: getattr(args, field.name) for field in fields(CostModel)}),
     )
     return WorkerConfig(
@@ -104,6 +112,7 @@ def configuration(args: argparse.Namespace) -> WorkerConfig:
         default_output_tokens=args.default_output_tokens,
         prompt_tokens_details=args.enable_prompt_tokens_details,
         request_id_headers=args.enable_request_id_headers,
+        version=args.report_version,
         shutdown_timeout_s=args.shutdown_timeout,
     )
 

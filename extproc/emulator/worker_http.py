@@ -63,6 +63,7 @@ class WorkerConfig:
     default_output_tokens: int = 128
     prompt_tokens_details: bool = True
     request_id_headers: bool = False
+    version: str = "0.32.0"
     shutdown_timeout_s: float = 20.0
 
 
@@ -154,7 +155,7 @@ class Worker:
                 web.get("/health", self._health),
                 web.get("/ping", self._health),
                 web.post("/ping", self._health),
-                web.get("/version", _constant({"version": "0.32.0"})),
+                web.get("/version", _constant({"version": self.config.version})),
                 web.get("/metrics", self._scrape),
                 web.post("/tokenize", self._tokenize),
                 web.post("/reset_prefix_cache", self._reset_prefix_cache),

@@ -291,6 +291,7 @@ SAMPLES = {
     "vllm:request_queue_time_seconds_count": {"engine", "model_name"},
     "vllm:request_prefill_time_seconds_sum": {"engine", "model_name"},
     "vllm:request_prefill_kv_computed_tokens_sum": {"engine", "model_name"},
+    "vllm:iteration_tokens_total_sum": {"engine", "model_name"},
     "vllm:request_success_total": {"engine", "model_name", "finished_reason"},
 }
 
@@ -317,6 +318,8 @@ async def test_metrics_have_vllm_s_names_and_labels():
     assert value["vllm:time_to_first_token_seconds_count"] == 2
     computed = 2 * usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
     assert value["vllm:request_prefill_kv_computed_tokens_sum"] == computed
+    # Each step computes the prompts' tokens, and one for each token after a sequence's first.
+    assert value["vllm:iteration_tokens_total_sum"] == computed + 2 * 19
     phases = ("queue_time", "prefill_time", "decode_time")
     assert sum(value[f"vllm:request_{phase}_seconds_sum"] for phase in phases) == pytest.approx(
         value["vllm:request_queue_time_seconds_sum"] + value["vllm:request_inference_time_seconds_sum"]
@@ -324,6 +327,19 @@ async def test_metrics_have_vllm_s_names_and_labels():
     assert value["process_start_time_seconds"] > 0
     config = samples["vllm:cache_config_info"][0].labels
     assert (config["block_size"], config["num_gpu_blocks"]) == ("16", "11876")
+    assert config["enable_prefix_caching"] == "True"
+
+
+async def test_without_prefix_caching_nothing_is_found_and_the_page_says_so():
+    off = EngineConfig(enable_prefix_caching=False, cost=AT_ONCE)
+    async with serving(engine=off, version="0.31.1") as (_, client):
+        assert [await cached(client, chat(LONG)) for _ in range(2)] == [0, 0]
+        async with client.get("/metrics") as response:
+            page = await response.text()
+        async with client.get("/version") as response:
+            assert await response.json() == {"version": "0.31.1"}
+    assert 'enable_prefix_caching="False"' in page
+    assert 'vllm:prefix_cache_queries_total{engine="0",model_name="emulated"} 0.0' in page
 
 
 # -- faults -------------------------------------------------------------------------------------------------
