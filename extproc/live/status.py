@@ -2,12 +2,13 @@
 
 It is read by ``extproc top``, by the page, and by whoever wants to. Nothing in it is text of a prompt;
 tenants are digests, prefixes short hashes. Unknown is null, never 0. Times are Unix seconds unless their
-name says milliseconds; rates and ratios are of the last `WINDOW_S` seconds.
+name says milliseconds; rates and ratios are of the last `WINDOW_S` seconds or little more, those of the
+engines between their last two readings.
 """
 
 from __future__ import annotations
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 STATUS_PATH = "/status"
 HISTORY_PATH = "/history"
@@ -23,6 +24,10 @@ HISTORY_POINTS = 360
 MAX_DECISIONS = 100
 MAX_PREFIXES = 50
 MAX_ALARMS = 50
+MAX_TENANTS = 20
+
+#: Moves are rare: those of so long are told.
+MOVES_S = 60.0
 
 
 class Ttft(Struct, frozen=True):
@@ -78,11 +83,37 @@ class PrefixStatus(Struct, frozen=True):
     spread: dict[str, int]
 
 
+class TenantStatus(Struct, frozen=True):
+    """One tenant, where the pool knows tenants, by its uncached prompt tokens of late.
+
+    ``tenant``: digest. ``share``: of the pool's prompt tokens.
+    """
+
+    tenant: str
+    requests_per_s: float
+    share: float
+    hit_ratio: float | None
+
+
+class MoveStatus(Struct, frozen=True):
+    """Picks of ``worker`` that Envoy sent to ``served`` ("": none answered) in the last `MOVES_S`.
+
+    ``last_s``, ``status``: of the latest.
+    """
+
+    worker: str
+    served: str
+    moves: int
+    last_s: float
+    status: int
+
+
 class PoolStatus(Struct, frozen=True):
     """One pool. ``reasons``: decisions a second by reason; ``refused``: refusals a second by reason.
 
     ``busiest``: the busiest worker's share of the requests over the mean share; null without requests.
-    ``utilisation``: share of the workers' time that prefills take.
+    ``utilisation``: share of the workers' time that prefills take. ``unreadable``: requests a second without
+    a readable prompt, by reason; they are routed by load. ``moves``, ``tenants``: see there, most first.
     """
 
     name: str
@@ -103,6 +134,9 @@ class PoolStatus(Struct, frozen=True):
     moved_per_s: float
     workers: list[WorkerStatus]
     prefixes: list[PrefixStatus]
+    unreadable: dict[str, float] = field(default_factory=dict)
+    moves: list[MoveStatus] = field(default_factory=list)
+    tenants: list[TenantStatus] = field(default_factory=list)
 
 
 class DecisionStatus(Struct, frozen=True):
@@ -143,7 +177,10 @@ class Alarm(Struct, frozen=True):
 
 
 class Status(Struct, frozen=True):
-    """Everything at one moment. ``config``: the file in force."""
+    """Everything at one moment. ``config``: the file in force.
+
+    ``unrouted``: requests a second left to Envoy, by reason, whatever their pool would have been.
+    """
 
     version: str
     now_s: float
@@ -153,10 +190,14 @@ class Status(Struct, frozen=True):
     pools: list[PoolStatus]
     decisions: list[DecisionStatus]
     alarms: list[Alarm]
+    unrouted: dict[str, float] = field(default_factory=dict)
 
 
 class Series(Struct, frozen=True):
-    """A pool's or a worker's last hour: lists of equal length, oldest first, null where nothing is known."""
+    """A pool's or a worker's last hour: lists of equal length, oldest first, null where nothing is known.
+
+    ``refused_per_s`` of a worker: of requests that would have gone there.
+    """
 
     requests_per_s: list[float | None]
     hit_ratio: list[float | None]
