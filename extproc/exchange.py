@@ -103,8 +103,15 @@ class Exchange:
         self._chunks: list[bytes] = []
         self._body_bytes = 0
 
+    @property
+    def closed(self) -> bool:
+        """Whether the stream is over."""
+        return self.state is State.CLOSED
+
     def receive(self, message: ProcessingRequest, now: float) -> list[ProcessingResponse]:
-        """Answer one message. Observability mode wants no answers, and gets none."""
+        """Answer one message. In observability mode, and after the end, there is no answer."""
+        if self.closed:  # a decision now would never end
+            return []
         if message.HasField("protocol_config"):  # in the first message, whichever that is
             self._request_body_mode = message.protocol_config.request_body_mode
             self._duplex_request = self._request_body_mode == ProcessingMode.FULL_DUPLEX_STREAMED

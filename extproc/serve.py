@@ -19,6 +19,7 @@ from extproc.errors import ListenError
 from extproc.fleet.config import RouterConfig
 from extproc.fleet.dns import Resolver, expand
 from extproc.fleet.watch import Watcher
+from extproc.loop import Loop
 from extproc.observe import events
 from extproc.observe.engines import EngineObserver
 from extproc.observe.exporter import Exporter
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT. 2: the configuration or an address is unusable."""
     configure(args.log_level)
     try:
-        return uvloop.run(_serve(args))
+        return uvloop.run(_serve(args), loop_factory=Loop)
     except (ConfigError, ListenError) as error:
         print(f"extproc serve: {error}", file=sys.stderr)
         return 2

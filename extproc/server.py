@@ -136,22 +136,32 @@ class Server:
         self._streams.add(task)
         self._idle.clear()
         try:
-            # gRPC never frees a read that is cancelled (grpc/grpc#43360), and an aborted request's always
-            # is; a shielded one ends by itself with the call.
-            while (message := await asyncio.shield(context.read())) is not grpc.aio.EOF:
-                for reply in exchange.receive(message, time.monotonic()):
-                    await context.write(reply)
+            # An aborted request's stream is cancelled, and gRPC never frees what a read or write holds that
+            # is cancelled (grpc/grpc#43360). Shielded ones end by themselves with the call.
+            await asyncio.shield(self._converse(exchange, context))
         except asyncio.CancelledError:
             # The usual end of an aborted request; or we are closing, and returning means OK.
             if not self._closing:
                 raise
-        except Exception as error:  # anything: the request must go on without us
-            self._observer.tell(events.Fault(error))
         finally:
             exchange.close(time.monotonic())
             self._streams.discard(task)
             if not self._streams:
                 self._idle.set()
+
+    async def _converse(
+        self, exchange: Exchange, context: grpc.aio.ServicerContext[ProcessingRequest, ProcessingResponse]
+    ) -> None:
+        """Answer messages until there are no more. Once the exchange is closed the call isn't touched."""
+        try:
+            while not exchange.closed and (message := await context.read()) is not grpc.aio.EOF:
+                for reply in exchange.receive(message, time.monotonic()):
+                    if exchange.closed:
+                        return
+                    await context.write(reply)
+        except Exception as error:  # anything: the request must go on without us
+            if not exchange.closed:
+                self._observer.tell(events.Fault(error))
 
 
 def _check(listen: str) -> None:

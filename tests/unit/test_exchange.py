@@ -597,6 +597,15 @@ def test_a_second_close_changes_nothing() -> None:
     assert life.count("extproc_ended_total", pool="pool", status="none") == 1
 
 
+def test_messages_that_come_after_the_end_count_nothing() -> None:
+    """The server may have one in hand when the stream is cancelled."""
+    life = Life()
+    life.send(request_headers())
+    life.close()
+    assert life.send(request_body(), response_headers(upstream__address="10.0.0.1:8001")) == []
+    life.expect_nothing_in_flight()
+
+
 @pytest.mark.parametrize("mode", [BUFFERED, STREAMED, DUPLEX])
 def test_close_before_the_decision(mode: int) -> None:
     life = Life()
