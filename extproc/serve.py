@@ -7,6 +7,7 @@ import asyncio
 import secrets
 import signal
 import sys
+import time
 from pathlib import Path
 
 import structlog
@@ -19,7 +20,9 @@ from extproc.errors import ListenError
 from extproc.fleet.config import RouterConfig
 from extproc.fleet.dns import Resolver, expand
 from extproc.fleet.watch import Watcher
-from extproc.loop import Loop
+from extproc.live.live import Live
+from extproc.live.recorder import Recorder
+from extproc.live.serving import routes
 from extproc.observe import events
 from extproc.observe.engines import EngineObserver
 from extproc.observe.exporter import Exporter
@@ -66,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT. 2: the configuration or an address is unusable."""
     configure(args.log_level)
     try:
-        return uvloop.run(_serve(args), loop_factory=Loop)
+        return uvloop.run(_serve(args))
     except (ConfigError, ListenError) as error:
         print(f"extproc serve: {error}", file=sys.stderr)
         return 2
@@ -116,9 +119,15 @@ async def _serve(args: argparse.Namespace) -> int:
     following = [asyncio.create_task(part.run()) for part in (watcher, resolver, scraper, prober)]
     if state is not None:
         following.append(asyncio.create_task(state.keep()))
+    exporter = None
+    if args.metrics:
+        recorder = Recorder(time.monotonic())
+        observer.add(recorder)
+        live = Live(recorder, lambda: router.pools, lambda: scraper.targets, lambda: router.config.source)
+        following.append(asyncio.create_task(live.run()))
+        exporter = Exporter(observer.registry, router, routes(live))
     for task in following:
         task.add_done_callback(report)
-    exporter = Exporter(observer.registry, router) if args.metrics else None
     try:
         if exporter is not None:
             await exporter.start(args.metrics)
