@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from math import inf
 
 from prometheus_client.core import Metric
@@ -17,7 +18,6 @@ GZIP_LEVEL = 1
 
 _ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 _HELP_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n"})
-_OPENMETRICS_HELP_ESCAPES = _ESCAPES
 
 
 def page(registry: Collector, accept: str, accept_encoding: str) -> tuple[bytes, dict[str, str]]:
@@ -26,10 +26,9 @@ def page(registry: Collector, accept: str, accept_encoding: str) -> tuple[bytes,
     openmetrics = content_type.startswith("application/openmetrics-text")
     lines: list[str] = []
     others: list[Metric] = []
-    texts: dict[Labels, dict[Labels, str]] = {}
     for metric in registry.collect():
         if isinstance(metric, Table):
-            _write(lines, metric, texts.setdefault(metric.labels, {}), openmetrics)
+            _write(lines, metric, openmetrics)
         else:
             others.append(metric)
     body = "".join(lines).encode() + encode(_Given(others))
@@ -40,20 +39,18 @@ def page(registry: Collector, accept: str, accept_encoding: str) -> tuple[bytes,
     return body, headers
 
 
-def _write(lines: list[str], table: Table, texts: dict[Labels, str], openmetrics: bool) -> None:
-    """``texts``: label texts made so far of these labels; all families of workers have the same."""
-    name, kind, text = table.name, table.type, table.documentation
+def _write(lines: list[str], table: Table, openmetrics: bool) -> None:
+    name, kind, names = table.name, table.type, table.labels
     family = f"{name}_total" if kind == "counter" and not openmetrics else name
-    text = text.translate(_OPENMETRICS_HELP_ESCAPES if openmetrics else _HELP_ESCAPES)
+    text = table.documentation.translate(_ESCAPES if openmetrics else _HELP_ESCAPES)
     lines.append(f"# HELP {family} {text}\n# TYPE {family} {kind}\n")
     for suffix, values, value in table.rows:
-        labels = texts.get(values)
-        if labels is None:
-            labels = texts[values] = _labels(table.labels, values)
-        lines.append(f"{name}{suffix}{labels} {'+Inf' if value == inf else repr(value)}\n")
+        lines.append(f"{name}{suffix}{_labels(names, values)} {'+Inf' if value == inf else repr(value)}\n")
 
 
+@lru_cache(maxsize=8192)
 def _labels(names: Labels, values: Labels) -> str:
+    """Mostly the same from scrape to scrape, and the same for all families of workers."""
     pairs = zip((*names, "le"), values, strict=False)
     text = ",".join([f'{name}="{value.translate(_ESCAPES)}"' for name, value in pairs])
     return f"{{{text}}}" if text else ""
