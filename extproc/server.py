@@ -159,6 +159,8 @@ class Server:
                     if exchange.closed:
                         return
                     await context.write(reply)
+        except grpc.aio.InternalError:  # a write to a call that is over; on our own loop it isn't told
+            pass
         except Exception as error:  # anything: the request must go on without us
             if not exchange.closed:
                 self._observer.tell(events.Fault(error))
