@@ -14,7 +14,9 @@ from extproc import __version__
 #: no more than `pip install .` gives.
 COMMANDS = {
     "serve": ("extproc.serve", "run the router: an Envoy ext_proc server"),
+    "doctor": ("extproc.doctor.command", "what is wrong with a fleet, and the line that puts it right"),
     "health": ("extproc.health", "ask a running router whether it serves"),
+    "top": ("extproc.live.top", "a running router, live: load, hit rates, hot prefixes, decisions"),
     "explain": ("extproc.explain", "what would become of a request, and why"),
     "demo": ("extproc.demo.demo", "real Envoy, the router and emulated workers: see the difference"),
     "traffic": ("extproc.demo.traffic", "agents' traffic for a stack that runs already"),

@@ -16,7 +16,7 @@ from extproc.envoyconf.resources import Resources
 from extproc.envoyconf.steering import read_max_body_bytes, read_steering
 from extproc.fleet.config import RouterConfig
 
-__all__ = ["ConfigError", "Problem", "Resources", "load", "survey"]
+__all__ = ["ConfigError", "Problem", "Resources", "arrange", "load", "survey"]
 
 
 def load(path: str | Path) -> RouterConfig:
@@ -32,6 +32,12 @@ def survey(path: str | Path) -> tuple[RouterConfig, Resources]:
     """As `load`, and the resources that it was read from."""
     resources = Resources(source=str(path))
     resources.open(str(path))
+    return arrange(resources), resources
+
+
+def arrange(resources: Resources) -> RouterConfig:
+    """The router's configuration, of resources that were read. Raises ConfigError with all problems."""
+    path = resources.source
     pools, clusters = read_pools(resources)
     steering = read_steering(resources)
     max_body_bytes = read_max_body_bytes(resources)
@@ -41,7 +47,7 @@ def survey(path: str | Path) -> tuple[RouterConfig, Resources]:
     if not pools:
         resources.warnings.append(
             Problem(
-                str(path),
+                path,
                 "",
                 None,
                 "no cluster has the key extproc in metadata.filter_metadata, so nothing is routed",
@@ -51,11 +57,9 @@ def survey(path: str | Path) -> tuple[RouterConfig, Resources]:
     config = RouterConfig(
         pools=pools,
         steering=steering,
-        source=str(path),
+        source=path,
         clusters=clusters,
         files=files,
         warnings=tuple(str(warning) for warning in resources.warnings),
     )
-    if max_body_bytes is not None:
-        config = replace(config, max_body_bytes=max_body_bytes)
-    return config, resources
+    return config if max_body_bytes is None else replace(config, max_body_bytes=max_body_bytes)

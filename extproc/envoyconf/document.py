@@ -12,7 +12,7 @@ import functools
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,16 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A file's content. ``root`` is the YAML node tree, for line numbers; None for JSON."""
+    """A file's content. ``root`` is the YAML node tree, for line numbers; None for JSON.
+
+    A document may be a text inside of another one: ``inside`` tells where, ``lines_before`` how far down.
+    """
 
     file: str
     data: Any
     root: yaml.Node | None = field(default=None, repr=False)
+    inside: str = ""
+    lines_before: int = 0
 
     @property
     def node(self) -> Node:
@@ -59,7 +64,7 @@ class Document:
             if found is None:
                 break
             line, node = found
-        return line
+        return line + self.lines_before
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +127,15 @@ class Node:
         node = self.get(*names) if names else self
         return node.value if node is not None and isinstance(node.value, str) else ""
 
+    @property
+    def way(self) -> str:
+        """The way to it as text."""
+        shown = show_path(self.path)
+        return f"{self.document.inside}: {shown}" if self.document.inside else shown
+
     def problem(self, message: str, fix: str = "", *, value: Any = None) -> Problem:
         """A problem at this place."""
-        return Problem(
-            self.document.file, show_path(self.path), value, message, fix, self.document.line(self.path)
-        )
+        return Problem(self.document.file, self.way, value, message, fix, self.document.line(self.path))
 
     def unpack(self) -> tuple[str, Node]:
         """Type name (empty if it has none) and body of an ``Any``, also of a TypedStruct in it."""
@@ -164,6 +173,15 @@ def show_path(path: Steps) -> str:
 
 def read(file: str) -> Document:
     """Read a ``.json`` file as JSON and any other as YAML. Raises ConfigError, never anything else."""
+    return _read(file, first_only=True)[0]
+
+
+def read_all(file: str) -> list[Document]:
+    """All documents of a YAML file, at least one. Raises ConfigError."""
+    return _read(file, first_only=False)
+
+
+def _read(file: str, *, first_only: bool) -> list[Document]:
     try:
         content = Path(file).read_bytes()
         text = content.decode("utf-8-sig")
@@ -176,7 +194,11 @@ def read(file: str) -> Document:
     if not text.strip():
         raise _refuse(file, "is empty", "put an Envoy bootstrap or a list of xDS resources into it")
     try:
-        return _read_json(file, text) if file.endswith(".json") else _read_yaml(file, text)
+        return (
+            [_read_json(file, text)]
+            if file.endswith(".json")
+            else _read_yaml(file, text, first_only=first_only)
+        )
     except RecursionError:
         raise _refuse(file, "is nested too deeply") from None
 
@@ -190,15 +212,26 @@ def _read_json(file: str, text: str) -> Document:
         raise _refuse(file, f"is not JSON: {error}") from None
 
 
-def _read_yaml(file: str, text: str) -> Document:
+def read_inside(node: Node) -> list[Document]:
+    """The documents of a YAML text that stands in another document. Raises ConfigError."""
+    documents = _read_yaml(node.document.file, node.value, first_only=False)
+    line = node.document.line(node.path)  # of the key; a block's text begins on the next one
+    return [replace(d, inside=node.way, lines_before=line or 0) for d in documents]
+
+
+def _read_yaml(file: str, text: str, *, first_only: bool) -> list[Document]:
+    documents = []
     try:
         loader = _Loader(text)
         try:
-            # Only the first document counts, as for Envoy.
-            root = loader.get_node() if loader.check_node() else None
+            while loader.check_node():
+                root = loader.get_node()
+                documents.append(Document(file, _Constructor(file).plain(root), root))
+                if first_only:  # as Envoy does
+                    break
         finally:
             loader.dispose()
-        return Document(file, None if root is None else _Constructor(file).plain(root), root)
+        return documents or [Document(file, None)]
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)

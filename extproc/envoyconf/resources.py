@@ -70,7 +70,11 @@ class Resources:
         except ConfigError as error:
             self.problems.extend(error.problems)
             return
-        self.files[file] = document
+        self.add(document)
+
+    def add(self, document: Document) -> None:
+        """Add a document's resources; problems are collected."""
+        self.files[document.file] = document
         root = document.node
         if not isinstance(root.value, dict):
             self.problems.append(
