@@ -21,6 +21,7 @@ from extproc.fleet.config import RouterConfig
 from extproc.fleet.dns import Resolver, expand
 from extproc.fleet.watch import Watcher
 from extproc.live.live import Live
+from extproc.live.page import DEFAULT_ADDRESS, Page
 from extproc.live.recorder import Recorder
 from extproc.live.serving import routes
 from extproc.observe import events
@@ -49,6 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="host:port, [v6]:port or unix:PATH for Envoy's ext_proc cluster (default %(default)s)",
     )
     parser.add_argument("--metrics", metavar="ADDRESS", help="host:port for Prometheus, e.g. 127.0.0.1:9090")
+    parser.add_argument(
+        "--page",
+        nargs="?",
+        const=DEFAULT_ADDRESS,
+        metavar="ADDRESS",
+        help="a web page that shows what goes on, read-only; host:port (without one: %(const)s)",
+    )
     parser.add_argument(
         "--state",
         type=Path,
@@ -119,23 +127,28 @@ async def _serve(args: argparse.Namespace) -> int:
     following = [asyncio.create_task(part.run()) for part in (watcher, resolver, scraper, prober)]
     if state is not None:
         following.append(asyncio.create_task(state.keep()))
-    exporter = None
-    if args.metrics:
+    exporter = page = None
+    if args.metrics or args.page:
         recorder = Recorder(time.monotonic())
         observer.add(recorder)
         live = Live(recorder, lambda: router.pools, lambda: scraper.targets, lambda: router.config.source)
         following.append(asyncio.create_task(live.run()))
-        exporter = Exporter(observer.registry, router, routes(live))
+        if args.metrics:
+            exporter = Exporter(observer.registry, router, routes(live))
+        if args.page:
+            page = Page(routes(live, guard=lambda handler: handler))  # it has a guard of its own
     for task in following:
         task.add_done_callback(report)
     try:
         if exporter is not None:
             await exporter.start(args.metrics)
+        page_url = f"http://{await page.start(args.page)}/" if page is not None else None
         address = await server.start(args.listen)
         log.info(
             "serving",
             listen=address,
             metrics=args.metrics,
+            page=page_url,
             pools={name: len(pool.workers) for name, pool in router.pools.items()},
         )
         await stop.wait()
@@ -147,6 +160,7 @@ async def _serve(args: argparse.Namespace) -> int:
     finally:
         for task in following:
             task.cancel()
-        if exporter is not None:
-            await exporter.stop()
+        for listener in (exporter, page):
+            if listener is not None:
+                await listener.stop()
     return 0
