@@ -37,8 +37,11 @@ HOT_SHARE = 0.05
 #: A prefix is spread wide from so many workers on.
 WIDE_WORKERS = 3
 
-#: Mean times to the first token that differ by less than this are alike.
+#: Times to the first token that differ by less than this are alike.
 ALIKE_TTFT_S = 0.3
+
+#: A worker is strained if half of its requests wait longer than that, or it has this share of its limit.
+STRAINED_LOAD = 0.5
 
 
 class WorkerFacts(Struct, frozen=True):
@@ -67,7 +70,10 @@ class PrefixFacts(Struct, frozen=True):
 
 
 class PoolFacts(Struct, frozen=True):
-    """What the rules look at; counts are the window's. The engines' means: see `extproc.live.engines`."""
+    """What the rules look at; counts are the window's. The engines' means: see `extproc.live.engines`.
+
+    ``busiest_strained``: requests wait at the worker with the most decisions, or soon will.
+    """
 
     name: str
     workers: Sequence[WorkerFacts] = ()
@@ -78,6 +84,7 @@ class PoolFacts(Struct, frozen=True):
     engine_ttft_s: float | None = None
     engine_first_tokens: float = 0.0
     prefixes: Sequence[PrefixFacts] = ()
+    busiest_strained: bool = False
 
 
 class RouterFacts(Struct, frozen=True):
@@ -164,8 +171,11 @@ def prediction_off(pool: PoolFacts, ratio: float) -> Iterable[Finding]:
 
 
 def imbalance(pool: PoolFacts, ratio: float) -> Iterable[Finding]:
-    """One worker has far more than its part, and more than chance would give it."""
-    if len(pool.workers) < 2:
+    """One worker has far more than its part, more than chance would give it, and it shows.
+
+    While nobody waits for it, a hot prefix on one worker is what affinity wants.
+    """
+    if len(pool.workers) < 2 or not pool.busiest_strained:
         return
     busiest = max(pool.workers, key=lambda worker: worker.decisions)
     mean = sum(worker.decisions for worker in pool.workers) / len(pool.workers)

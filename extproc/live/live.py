@@ -14,7 +14,16 @@ from extproc import __version__
 from extproc.engine.state import EngineState, Target
 from extproc.envoyconf import ConfigError
 from extproc.live import telling
-from extproc.live.alarms import HOT_SHARE, Alarms, PoolFacts, PrefixFacts, RouterFacts, WorkerFacts
+from extproc.live.alarms import (
+    ALIKE_TTFT_S,
+    HOT_SHARE,
+    STRAINED_LOAD,
+    Alarms,
+    PoolFacts,
+    PrefixFacts,
+    RouterFacts,
+    WorkerFacts,
+)
 from extproc.live.engines import stale, together, view
 from extproc.live.hottest import short_hash
 from extproc.live.recorder import PoolRecord, Recorder, WorkerRecord, share_of_busiest
@@ -28,6 +37,7 @@ from extproc.live.status import (
     Status,
 )
 from extproc.live.window import TICK_S, ttft
+from extproc.routing.load import Worker
 from extproc.routing.pool import Pool
 
 #: Unix time runs with the monotonic clock unless it is set by more than this.
@@ -115,6 +125,7 @@ class Live:
             engines.mean_ttft_s,
             engines.first_tokens,
             self._prefixes.get(name, ()),
+            _strained(pool, record),
         )
 
     def _router_facts(self) -> RouterFacts:
@@ -245,6 +256,21 @@ class Live:
             moves=telling.moves(record, now, self._offset_s),
             tenants=telling.tenants(record, now),
         )
+
+
+def _strained(pool: Pool, record: PoolRecord) -> bool:
+    """Whether the worker with the most decisions has too many; see `alarms.STRAINED_LOAD`."""
+
+    def decisions(worker: Worker) -> int:
+        account = record.workers[worker.address].account
+        return account.decisions - account.notes[0].decisions
+
+    if not pool.workers:
+        return False
+    busiest = max(pool.workers, key=decisions)
+    times = ttft(record.workers[busiest.address].account.window().ttft)
+    waits = times is not None and times.p50_ms > ALIKE_TTFT_S * 1000
+    return waits or busiest.in_flight >= STRAINED_LOAD * busiest.max_inflight
 
 
 def _watched(record: PoolRecord, now: float) -> list[PrefixFacts]:
