@@ -131,7 +131,13 @@ async def _serve(args: argparse.Namespace) -> int:
     if args.metrics or args.page:
         recorder = Recorder(time.monotonic())
         observer.add(recorder)
-        live = Live(recorder, lambda: router.pools, lambda: scraper.targets, lambda: router.config.source)
+        live = Live(
+            recorder,
+            lambda: router.pools,
+            lambda: scraper.targets,
+            lambda: router.config.source,
+            lambda: watcher.refused,
+        )
         following.append(asyncio.create_task(live.run()))
         if args.metrics:
             exporter = Exporter(observer.registry, router, routes(live))

@@ -200,7 +200,7 @@ def picks_moved(pool: PoolFacts, share: float) -> Iterable[Finding]:
     moved = pool.counts.moved
     if moved >= MIN_REQUESTS and moved > share * pool.counts.decisions:
         part = moved / max(moved, pool.counts.decisions)
-        yield Finding(f"{part:.0%} of the picks weren't used by Envoy: retries, or it doesn't follow them")
+        yield Finding(f"Envoy didn't use {part:.0%} of the picks (retries, or it ignores them)")
 
 
 def shedding(pool: PoolFacts, share: float) -> Iterable[Finding]:

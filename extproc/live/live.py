@@ -61,14 +61,19 @@ class Live:
         pools: Callable[[], Mapping[str, Pool]],
         targets: Callable[[], Iterable[Target]] = tuple,
         source: Callable[[], str] = str,
+        refused: Callable[[], bool] = lambda: True,
         *,
         unix_s: Callable[[], float] = time.time,
     ) -> None:
-        """``targets``: the engines that are read; ``source``: the configuration in force."""
+        """``targets``: the engines that are read; ``source``: the configuration in force.
+
+        ``refused``: whether the last refusal of a new one still stands.
+        """
         self._recorder = recorder
         self._pools = pools
         self._targets = targets
         self._source = source
+        self._refused = refused
         self._unix_s = unix_s
         self._alarms = Alarms()
         self._faults = recorder.faults
@@ -131,7 +136,7 @@ class Live:
     def _router_facts(self) -> RouterFacts:
         recorder = self._recorder
         new_faults, self._faults = recorder.faults - self._faults, recorder.faults
-        refused = recorder.reload_refused
+        refused = recorder.reload_refused if self._refused() else None
         return RouterFacts(
             None if refused is None else _where(refused), new_faults, recorder.faults, recorder.last_fault
         )

@@ -139,7 +139,7 @@ def _alarm(alarm: Alarm, status: Status, width: int | None) -> list[Text]:
     style = _SEVERITY_STYLES.get(alarm.severity, "bold")
     where = f" {alarm.pool}:" if alarm.pool and len(status.pools) > 1 else ""
     since = figures.age(status.now_s - alarm.since_s)
-    told = clean(f"! {alarm.name}{where} {alarm.text} ({since})")
+    told = clean(f"! {alarm.name} {since}:{where} {alarm.text}")
     lines = [Text(line) for line in textwrap.wrap(told, width or len(told), subsequent_indent="  ")]
     lines[0].stylize(style, 0, 2 + len(alarm.name))
     return lines
