@@ -98,6 +98,7 @@ def profile(name: str | None) -> set[str]:
 def test_a_plain_up_starts_the_emulated_set_up_and_a_profile_real_engines() -> None:
     assert profile(None) == {"envoy", "router", "hello", *WORKERS}
     assert profile("traffic") == {"traffic"}
+    assert profile("observe") == {"prometheus", "grafana"}
     assert profile("vllm") == {"envoy-vllm", "router-vllm", "vllm-1", "vllm-2"}
 
 
