@@ -26,7 +26,7 @@ _HEADER_MUTATION = "envoy.extensions.http.early_header_mutation.header_mutation.
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What was read. ``fragments``: documents that hold parts of an Envoy configuration in a form of their own."""
+    """What was read. ``fragments``: documents that hold parts of an Envoy configuration in their own form."""
 
     config: RouterConfig
     resources: Resources

@@ -38,9 +38,13 @@ class _Found:
 
 @dataclass(slots=True)
 class _Draft:
-    """A pool while its clusters are being merged; ``origin`` is where each setting was given."""
+    """A pool while its clusters are being merged.
+
+    ``node`` is the first of them, ``origin`` is where each setting was given.
+    """
 
     name: str
+    node: Node
     settings: dict[str, Any] = field(default_factory=dict)
     origin: dict[str, Node] = field(default_factory=dict)
     found: list[_Found] = field(default_factory=list)
@@ -70,7 +74,7 @@ def read_pools(resources: Resources) -> tuple[dict[str, PoolConfig], dict[str, s
             resources.warnings.append(node.problem("is named twice; the first one counts", value=name))
             continue
         pool, settings, where = _settings(node, resources.problems)
-        draft = drafts.setdefault(pool or name, _Draft(pool or name))
+        draft = drafts.setdefault(pool or name, _Draft(pool or name, node))
         clusters[name] = draft.name
         _merge_settings(draft, settings, where, resources.problems)
         draft.found.extend(_endpoints(node, name, resources))
@@ -82,7 +86,7 @@ def read_pools(resources: Resources) -> tuple[dict[str, PoolConfig], dict[str, s
     for name, pool_config in pools.items():
         if not pool_config.endpoints:
             message = f"pool {name!r} has no worker that can be picked"
-            resources.warnings.append(Problem(resources.source, "", None, message))
+            resources.warnings.append(drafts[name].node.problem(message))
     return pools, clusters
 
 
