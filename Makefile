@@ -60,7 +60,7 @@ lock: ## choose versions anew and write requirements*.lock
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet uv
 	$(LOCK) --upgrade --extra local --extra dev pyproject.toml --output-file requirements.lock
-	$(LOCK) --constraint requirements.lock pyproject.toml --output-file requirements-serve.lock
+	$(LOCK) --constraint requirements.lock --extra tracing pyproject.toml --output-file requirements-serve.lock
 	$(LOCK) --constraint requirements.lock --extra local pyproject.toml --output-file requirements-local.lock
 
 clean: ## remove the environment and caches

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 
-from extproc.bench import prompt, routing
+from extproc.bench import prompt, routing, scrape, tracing
 
 BENCHES: Mapping[str, tuple[Callable[[], str], str]] = {
     "prompt": (
@@ -14,6 +14,11 @@ BENCHES: Mapping[str, tuple[Callable[[], str], str]] = {
     ),
     "decide": (lambda: routing.report_decide(routing.bench_decide()), "a decision for a 1,000-block chain"),
     "cache": (lambda: routing.report_cache(routing.bench_cache()), "memory of the cache picture, by traffic"),
+    "scrape": (
+        lambda: scrape.report_scrape(scrape.bench_scrape()),
+        "reading the metrics of 128 workers while 10,000 requests run",
+    ),
+    "tracing": (tracing.report, "what tracing adds to a request"),
 }
 
 
