@@ -141,6 +141,15 @@ def check() -> None:
             lines = response.read().decode().splitlines()
         counts = [float(line.split()[-1]) for line in lines if line.startswith("extproc_decisions_total{")]
         assert sum(counts) >= 5 * len(PROMPTS), counts
+    with step("affinity shows on the page and in top"):
+        with urllib.request.urlopen(f"http://127.0.0.1:{PORTS['PAGE_PORT']}/", timeout=10) as response:
+            assert response.headers.get_content_type() == "text/html"
+        with urllib.request.urlopen(f"http://127.0.0.1:{PORTS['PAGE_PORT']}/status", timeout=10) as response:
+            (pool,) = json.load(response)["pools"]
+        assert len(pool["workers"]) == 4
+        assert pool["prefixes"]
+        assert all(len(prefix["spread"]) == 1 for prefix in pool["prefixes"])
+        assert "affinity" in compose("exec", "-T", "router", "extproc", "top", "--once")
     with step("router killed: answers still come"):
         compose("kill", "router")
         for prompt in PROMPTS * 3:
@@ -176,7 +185,7 @@ def address_of(service: str) -> str:
 def main() -> int:
     if subprocess.run(["docker", "info"], capture_output=True, check=False).returncode != 0:
         sys.exit("compose-test: no Docker engine answers (`docker info` fails)")
-    PORTS.update(zip(("HTTP_PORT", "ADMIN_PORT", "METRICS_PORT"), free_ports(3), strict=True))
+    PORTS.update(zip(("HTTP_PORT", "ADMIN_PORT", "METRICS_PORT", "PAGE_PORT"), free_ports(4), strict=True))
     try:
         with step("build"):
             compose("build", "--quiet")
