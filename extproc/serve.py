@@ -16,7 +16,7 @@ import uvloop
 from extproc.engine.prober import Prober
 from extproc.engine.scraper import Scraper
 from extproc.envoyconf import ConfigError
-from extproc.errors import ListenError
+from extproc.errors import ListenError, TracingError
 from extproc.fleet.config import RouterConfig
 from extproc.fleet.dns import Resolver, expand
 from extproc.fleet.watch import Watcher
@@ -24,7 +24,7 @@ from extproc.live.live import Live
 from extproc.live.page import DEFAULT_ADDRESS, Page
 from extproc.live.recorder import Recorder
 from extproc.live.serving import routes
-from extproc.observe import events
+from extproc.observe import events, tracing
 from extproc.observe.engines import EngineObserver
 from extproc.observe.exporter import Exporter
 from extproc.observe.logs import LEVELS, configure
@@ -63,6 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="keep what was learned of the workers' caches here, over restarts of the router",
     )
+    parser.add_argument(
+        "--tracing",
+        action="store_true",
+        help="a span for each request, to the collector that OTEL_EXPORTER_OTLP_ENDPOINT names",
+    )
     parser.add_argument("--log-level", choices=LEVELS, default="info", help="default %(default)s")
     parser.add_argument(
         "--drain-s",
@@ -78,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     configure(args.log_level)
     try:
         return uvloop.run(_serve(args))
-    except (ConfigError, ListenError) as error:
+    except (ConfigError, ListenError, TracingError) as error:
         print(f"extproc serve: {error}", file=sys.stderr)
         return 2
 
@@ -86,6 +91,9 @@ def run(args: argparse.Namespace) -> int:
 async def _serve(args: argparse.Namespace) -> int:
     log = structlog.get_logger("extproc")
     observer = Observer()
+    traced = tracing.start(args.tracing)
+    if traced is not None:
+        observer.add(traced.spans, traced.spans.wanted_headers)
 
     def take(config: RouterConfig) -> None:
         router.apply(config)
@@ -169,4 +177,6 @@ async def _serve(args: argparse.Namespace) -> int:
         for listener in (exporter, page):
             if listener is not None:
                 await listener.stop()
+        if traced is not None:
+            await traced.stop()
     return 0
