@@ -24,6 +24,7 @@ from extproc.live.live import Live
 from extproc.live.page import DEFAULT_ADDRESS, Page
 from extproc.live.recorder import Recorder
 from extproc.live.serving import routes
+from extproc.loop import Loop
 from extproc.observe import events, tracing
 from extproc.observe.engines import EngineObserver
 from extproc.observe.exporter import Exporter
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT. 2: the configuration or an address is unusable."""
     configure(args.log_level)
     try:
-        return uvloop.run(_serve(args))
+        return uvloop.run(_serve(args), loop_factory=Loop)
     except (ConfigError, ListenError, TracingError) as error:
         print(f"extproc serve: {error}", file=sys.stderr)
         return 2
