@@ -1,1 +1,1 @@
-"""What the router itself costs, as commands: ``extproc bench prompt``, ``decide``, ``cache``."""
+"""What the router itself costs, as commands: see ``extproc bench --help``."""
