@@ -20,23 +20,24 @@ from extproc.live.status import WINDOW_S, Ttft
 
 #: Between notes, in seconds, and how many are kept.
 TICK_S = 1.0
-NOTES = round(WINDOW_S / TICK_S)
+NOTES = 1 + round(WINDOW_S / TICK_S)
 
 #: Bucket 0 is all below a millisecond, the last one all above two minutes.
 BUCKET_RATIO = 1.12
 BUCKETS = 105
 FIRST_BOUND_S = 0.001
+LAST_BOUND_S = FIRST_BOUND_S * BUCKET_RATIO ** (BUCKETS - 2)
 
 _BUCKETS_PER_E = 1.0 / log(BUCKET_RATIO)
-_LAST = BUCKETS - 1
 
 
 def bucket(seconds: float) -> int:
-    """The bucket that a time belongs to."""
+    """The bucket that a time belongs to; whatever is no time belongs to the last."""
     if seconds < FIRST_BOUND_S:
         return 0
-    found = 1 + int(log(seconds / FIRST_BOUND_S) * _BUCKETS_PER_E)
-    return found if found < _LAST else _LAST
+    if seconds < LAST_BOUND_S:
+        return 1 + int(log(seconds / FIRST_BOUND_S) * _BUCKETS_PER_E)
+    return BUCKETS - 1
 
 
 def ttft(counts: array[int]) -> Ttft | None:
