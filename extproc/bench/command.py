@@ -15,7 +15,7 @@ BENCHES: Mapping[str, tuple[Callable[[], str], str]] = {
     "decide": (lambda: routing.report_decide(routing.bench_decide()), "a decision for a 1,000-block chain"),
     "cache": (lambda: routing.report_cache(routing.bench_cache()), "memory of the cache picture, by traffic"),
     "scrape": (
-        lambda: scrape.report_scrape(scrape.bench_scrape()),
+        lambda: f"{scrape.report_page(scrape.bench_page())}\n{scrape.report_scrape(scrape.bench_scrape())}",
         "reading the metrics of 128 workers while 10,000 requests run",
     ),
     "tracing": (tracing.report, "what tracing adds to a request"),

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from multiprocessing.synchronize import Event
@@ -26,6 +27,18 @@ from extproc.demo.process import Process, ProcessError, answers, free_ports
 from extproc.emulator.driver import Driver
 from extproc.emulator.engine import EngineConfig
 from extproc.emulator.engine_metrics import EngineMetrics
+from extproc.engine.exposition import decode
+from extproc.engine.state import EngineState, Target
+from extproc.facts import RequestFacts
+from extproc.fleet.config import EndpointConfig, PoolConfig, RouterConfig
+from extproc.fleet.settings import RouteOverrides
+from extproc.observe import events
+from extproc.observe.engines import EngineObserver
+from extproc.observe.logs import configure
+from extproc.observe.metrics import Metrics
+from extproc.observe.observer import Observer
+from extproc.observe.page import page
+from extproc.router import Router, Routing
 from extproc.wire import (
     PROCESS_PATH,
     HeaderMap,
@@ -64,6 +77,86 @@ class ScrapeCost:
     sent_bytes: int
     rows: int
     requests_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PageCost:
+    """CPU of the least disturbed run: microseconds a request for its counters, milliseconds a page."""
+
+    request_us: float
+    page_ms: float
+    zipped_ms: float
+
+
+def bench_page(workers: int = 128, requests: int = 200, runs: int = 15) -> PageCost:
+    """In this process: what metrics add to a request, and what writing the page takes."""
+    configure("error")
+    endpoints = tuple(EndpointConfig(f"10.0.0.{i}", 8000, "workers", 1000) for i in range(workers))
+    told = _Told()
+    observer = Observer()
+    observer.add(told)
+    router = Router(RouterConfig({"workers": PoolConfig("workers", endpoints)}), observer)
+    for number in range(requests):
+        now = float(number)
+        body = json.dumps({"prompt": _prompt(number)}).encode()
+        routed = router.route(RequestFacts(path="/v1/completions"), RouteOverrides(), body, now)
+        assert isinstance(routed, Routing)
+        router.responded(routed, routed.decision.worker.address, 1, 200, now + 0.1)
+        router.ended(routed, now + 0.5)
+    metrics = Metrics()
+    metrics.watch(lambda: router.pools)
+    engines = EngineObserver(metrics.registry)
+    targets = [Target(router.pools["workers"], worker) for worker in router.pools["workers"].workers]
+    for target in targets:
+        target.state = EngineState(decode(_engine_page()), time.monotonic())
+    engines.watch(lambda: targets)
+    handlers = [
+        (sink.handlers[type(event)], event)
+        for sink in (metrics, engines)
+        for event in told.events
+        if type(event) in sink.handlers
+    ]
+
+    def count() -> None:
+        for handler, event in handlers:
+            handler(event)
+
+    def write(encoding: str) -> Callable[[], object]:
+        return lambda: page(metrics.registry, ACCEPT, encoding)
+
+    return PageCost(
+        _least_s(count, runs) / requests * 1e6,
+        _least_s(write(""), runs) * 1e3,
+        _least_s(write("gzip"), runs) * 1e3,
+    )
+
+
+def _least_s(what: Callable[[], object], runs: int) -> float:
+    times_s = []
+    for _ in range(runs):
+        start_s = time.thread_time()
+        what()
+        times_s.append(time.thread_time() - start_s)
+    return min(times_s)
+
+
+class _Told:
+    """A sink that keeps what requests tell."""
+
+    def __init__(self) -> None:
+        self.events: list[object] = []
+
+    @property
+    def handlers(self) -> Mapping[type, Callable[[Any], None]]:
+        return {events.Decided: self.events.append, events.Ended: self.events.append}
+
+
+def report_page(cost: PageCost) -> str:
+    """The cost in a line."""
+    return (
+        f"CPU: {cost.request_us:.1f} µs a request for its counters and histograms;"
+        f" {cost.page_ms:.1f} ms a page, {cost.zipped_ms:.1f} ms gzipped"
+    )
 
 
 def bench_scrape(workers: int = 128, requests: int = 10_000, scrapes: int = 40) -> list[ScrapeCost]:
@@ -124,10 +217,10 @@ def _measure(situation: str, url: str, scrapes: int) -> ScrapeCost:
         times_ms.append((time.perf_counter() - start) * 1000)
         time.sleep(0.05)
     per_s = (_decisions(url) - before) / (time.monotonic() - began_s)
-    page = _plain(url)
-    rows = sum(not line.startswith(b"#") for line in page.splitlines())
+    plain = _plain(url)
+    rows = sum(not line.startswith(b"#") for line in plain.splitlines())
     return ScrapeCost(
-        situation, statistics.median(times_ms), max(times_ms), len(page), len(sent), rows, per_s
+        situation, statistics.median(times_ms), max(times_ms), len(plain), len(sent), rows, per_s
     )
 
 
@@ -178,13 +271,13 @@ def _serve_engines(ports: list[int], opened: Event) -> None:
 
 
 async def _engines(ports: list[int], opened: Event) -> None:
-    page = _engine_page()
-    head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(page)}\r\n\r\n".encode()
+    body = _engine_page()
+    head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\n\r\n".encode()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while await reader.readuntil(b"\r\n\r\n"):
-                writer.write(head + page)
+                writer.write(head + body)
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
@@ -252,12 +345,15 @@ async def _begin(channel: grpc.aio.Channel, number: int) -> Any:
         request_serializer=ProcessingRequest.SerializeToString,
         response_deserializer=ProcessingResponse.FromString,
     )()
-    # 100 prompts of 4 KB, each with an end of its own.
-    prompt = f"Agent {number % 100}. " + f"Rule {number % 100}. " * 400 + str(number)
-    for message in (_HEADERS, _body(json.dumps({"prompt": prompt}).encode())):
+    for message in (_HEADERS, _body(json.dumps({"prompt": _prompt(number)}).encode())):
         await call.write(message)
         await call.read()
     return call
+
+
+def _prompt(number: int) -> str:
+    """One of 100 prompts of 4 KB, with an end of its own."""
+    return f"Agent {number % 100}. " + f"Rule {number % 100}. " * 400 + str(number)
 
 
 _FIELDS = ((":path", b"/v1/completions"), ("content-type", b"application/json"))
