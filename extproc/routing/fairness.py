@@ -30,7 +30,8 @@ GUARANTEED = 0.25
 #: What a tenant may save up, in seconds of that; the larger, the longer a new flood is felt by others.
 SAVED_S = 1.0
 
-#: A tenant counts in the shares for so long after its last request.
+#: A tenant counts in the shares for so long after its last request. Its account at a worker, whose address may
+#: be gone by then, is kept for so long after the last one there.
 ACTIVE_S = 60.0
 
 #: Tenants known at a time; beyond it the one that has been silent the longest is forgotten.
@@ -44,7 +45,21 @@ class _Tenant:
         self.weight = weight
         self.seen_s = now
         self.asked_tokens = 0.0  # decaying
-        self.accounts: dict[str, _Account] = {}  # by worker
+        self.accounts: OrderedDict[str, _Account] = OrderedDict()  # by worker; the longest unused first
+
+    def account(self, worker: str, rate: float, now: float) -> _Account:
+        """Its account there, refilled at ``rate`` tokens a second; a new one is full."""
+        accounts = self.accounts
+        account = accounts.get(worker)
+        if account is None:
+            while accounts and next(iter(accounts.values())).refilled_s < now - ACTIVE_S:
+                accounts.popitem(last=False)
+            account = accounts[worker] = _Account(rate * SAVED_S, now)
+        else:
+            accounts.move_to_end(worker)
+            account.tokens = min(account.tokens + rate * (now - account.refilled_s), rate * SAVED_S)
+            account.refilled_s = now
+        return account
 
 
 class _Account:
@@ -104,12 +119,7 @@ class FairShares:
         tenant.seen_s = now
         self._tenants.move_to_end(name)
         rate = GUARANTEED * worker_tokens_per_s * share
-        account = tenant.accounts.get(worker)
-        if account is None:
-            account = tenant.accounts[worker] = _Account(rate * SAVED_S, now)
-        else:
-            account.tokens = min(account.tokens + rate * (now - account.refilled_s), rate * SAVED_S)
-            account.refilled_s = now
+        account = tenant.account(worker, rate, now)
         if (
             account.tokens > 0.0
             or len(self._tenants) == 1
