@@ -30,8 +30,8 @@ GUARANTEED = 0.25
 #: What a tenant may save up, in seconds of that; the larger, the longer a new flood is felt by others.
 SAVED_S = 1.0
 
-#: A tenant counts in the shares for so long after its last request. Its account at a worker, whose address may
-#: be gone by then, is kept for so long after the last one there.
+#: A tenant counts in the shares for so long after its last request; its account at a worker, which may have
+#: left for good, is kept for so long after the last one there.
 ACTIVE_S = 60.0
 
 #: Tenants known at a time; beyond it the one that has been silent the longest is forgotten.

@@ -2,7 +2,8 @@
 
 ``make soak REQUESTS=10000 RUNS=5`` sends so many at 200 in flight, kills Envoy and the router twice each in
 every run, and demands that every count is exactly 0 afterwards. ``make soak SECONDS=3600`` goes by time and
-lets the router live, to see whether its memory grows and whether one worker's share creeps up.
+lets the router live, to see whether its memory grows and whether one worker's share creeps up. A short run
+can't tell a slow growth from chance: look at what stands behind ±, which is twice the standard error.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from math import inf
+from statistics import median
 
 import aiohttp
 from mixed import KINDS, extend
@@ -30,8 +33,14 @@ PROMPT_CHARS = 1200
 #: Clients send less while Envoy or the router is away, so that most requests meet both.
 RETREAT_S = 2.0
 
-#: This part of a timed run doesn't count: pools of buffers, interned strings and the picture fill up.
+#: Memory is read so often, and a sample has the median: a single reading is off by megabytes either way.
+READING_S = 5.0
+
+#: This part of a timed run doesn't count: pools of buffers, interned strings and tables fill up.
 WARM_UP_SHARE = 0.3
+
+#: What an hour may add to the memory after that.
+MAX_GROWTH_AN_HOUR = 0.02
 
 
 @dataclass
@@ -147,7 +156,7 @@ async def count_out(requests: int, concurrent: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """``at_s`` since the start; ``busiest``: largest share of the requests since the last sample."""
+    """``at_s`` since the start; ``busiest``: a worker's largest share of the requests since the last one."""
 
     at_s: float
     rss_bytes: float
@@ -156,9 +165,9 @@ class Sample:
     busiest: float
 
 
-async def last_out(seconds: float, concurrent: int) -> None:
-    """One run by time."""
-    every_s = max(5.0, seconds / 60)
+async def last_out(seconds: float, concurrent: int) -> bool:
+    """One run by time; False if the memory surely grows by more than it may."""
+    every_s = max(READING_S, seconds / 60)
     samples: list[Sample] = []
     with set_up() as stack:
         async with client(stack) as http:
@@ -168,7 +177,7 @@ async def last_out(seconds: float, concurrent: int) -> None:
             served = await _served(stack)
             killed_s = begun
             while (now := time.monotonic()) < begun + seconds:
-                await asyncio.sleep(min(every_s, begun + seconds - now))
+                readings = await _read_memory(stack, min(now + every_s, begun + seconds))
                 if time.monotonic() - killed_s > seconds / 8:
                     await soak.kill(stack.envoy)
                     killed_s = time.monotonic()
@@ -178,7 +187,7 @@ async def last_out(seconds: float, concurrent: int) -> None:
                 samples.append(
                     Sample(
                         time.monotonic() - begun,
-                        metrics.total("process_resident_memory_bytes"),
+                        median(readings),
                         soak.tally.total,
                         metrics.total("extproc_inflight_requests"),
                         max(since.values(), default=0) / max(since.total(), 1),
@@ -189,17 +198,37 @@ async def last_out(seconds: float, concurrent: int) -> None:
             await running
             await soak.expect_zero()
     report(soak.tally)
-    warm = [s for s in samples if s.at_s >= WARM_UP_SHARE * seconds]
-    rss_per_s = slope([s.at_s for s in warm], [s.rss_bytes for s in warm])
-    share_per_s = slope([s.at_s for s in warm], [s.busiest for s in warm])
-    mean_rss = sum(s.rss_bytes for s in warm) / len(warm)
+    print("all counts 0 at the end")
+    warm = [sample for sample in samples if sample.at_s >= WARM_UP_SHARE * seconds]
+    flat = [growth(part) for part in (warm, [s for s in warm if s.at_s >= seconds / 2])]
+    return all(flat)
+
+
+async def _read_memory(stack: Stack, until_s: float) -> list[float]:
+    """The router's resident bytes, every `READING_S`, until then; at least once."""
+    readings = []
+    while not readings or time.monotonic() < until_s:
+        await asyncio.sleep(min(READING_S, max(0.0, until_s - time.monotonic())))
+        readings.append((await scrape(stack)).total("process_resident_memory_bytes"))
+    return readings
+
+
+def growth(samples: list[Sample]) -> bool:
+    """Print how memory and the busiest worker's share change; whether memory may grow no more than it may."""
+    at_s = [sample.at_s for sample in samples]
+    rss = Line(at_s, [sample.rss_bytes for sample in samples])
+    share = Line(at_s, [sample.busiest for sample in samples])
+    requests = max(1, samples[-1].requests - samples[0].requests)
+    grown_bytes = rss.slope * (at_s[-1] - at_s[0])
     print(
-        f"after warm-up ({warm[0].at_s:.0f} s): memory {mean_rss / 2**20:.1f} MiB,"
-        f" {rss_per_s * 3600 / mean_rss:+.2%} an hour ({rss_per_s * 3600 / 2**20:+.2f} MiB);"
-        f" busiest worker's share {sum(s.busiest for s in warm) / len(warm):.3f},"
-        f" {share_per_s * 3600:+.3f} an hour; all counts 0 at the end",
+        f"from {at_s[0]:,.0f} s on: memory {rss.mean / 2**20:.1f} MiB,"
+        f" {rss.slope * 3600 / rss.mean:+.2%} ± {2 * rss.error * 3600 / rss.mean:.2%} an hour,"
+        f" {grown_bytes / requests:+.1f} bytes a request;"
+        f" busiest worker's share {share.mean:.3f},"
+        f" {share.slope * 3600:+.4f} ± {2 * share.error * 3600:.4f} an hour",
         flush=True,
     )
+    return (rss.slope - 2 * rss.error) * 3600 / rss.mean < MAX_GROWTH_AN_HOUR
 
 
 async def _served(stack: Stack) -> Counter[str]:
@@ -212,11 +241,17 @@ async def _served(stack: Stack) -> Counter[str]:
     return served
 
 
-def slope(x: list[float], y: list[float]) -> float:
-    """Least squares."""
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    spread = sum((a - mean_x) ** 2 for a in x)
-    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread if spread else 0.0
+class Line:
+    """Least squares: ``mean``, ``slope``, and ``error``, the slope's standard error."""
+
+    def __init__(self, x: list[float], y: list[float]) -> None:
+        mean_x, self.mean = sum(x) / len(x), sum(y) / len(y)
+        spread = sum((a - mean_x) ** 2 for a in x)
+        self.slope, self.error = 0.0, inf
+        if len(x) > 2:
+            self.slope = sum((a - mean_x) * (b - self.mean) for a, b in zip(x, y, strict=True)) / spread
+            off = [b - self.mean - self.slope * (a - mean_x) for a, b in zip(x, y, strict=True)]
+            self.error = (sum(each**2 for each in off) / (len(x) - 2) / spread) ** 0.5
 
 
 def show(sample: Sample) -> None:
@@ -246,7 +281,9 @@ def main() -> int:
     args = parser.parse_args()
     for _ in range(args.runs):
         if args.seconds:
-            asyncio.run(last_out(args.seconds, args.concurrent))
+            if not asyncio.run(last_out(args.seconds, args.concurrent)):
+                print(f"memory grows by more than {MAX_GROWTH_AN_HOUR:.0%} an hour")
+                return 1
         else:
             asyncio.run(count_out(args.requests, args.concurrent))
     return 0
