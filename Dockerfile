@@ -40,4 +40,5 @@ FROM base AS serve
 COPY --from=build /opt/extproc /opt/extproc
 CMD ["serve", "--envoy-config", "/etc/extproc/envoy.yaml", "--listen", "0.0.0.0:50051", "--metrics", "0.0.0.0:9090"]
 EXPOSE 50051 9090
-HEALTHCHECK --interval=5s --timeout=3s --start-period=10s CMD ["extproc", "health", "--target", "127.0.0.1:50051"]
+# Patient: on a busy machine a Python program takes seconds to start.
+HEALTHCHECK --interval=5s --timeout=10s --start-period=60s CMD ["extproc", "health", "--target", "127.0.0.1:50051"]
