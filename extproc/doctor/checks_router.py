@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from extproc.doctor.check import Check
 from extproc.doctor.finding import Finding, Place, Severity
@@ -22,6 +23,9 @@ LEAST_REQUESTS = 20
 
 #: By how much the router's hit rate may be above the engines' own, over how many prompt tokens.
 HIT_GAP, LEAST_TOKENS = 0.15, 50_000
+
+#: Prefixes that came so often of late are the working set; it is judged where fewer hits than this are seen.
+LEAST_REPEATS, LOW_HITS = 2.0, 0.5
 
 #: They speak of the same requests if their prompt tokens differ by less than this factor.
 SAME_TRAFFIC = 2.0
@@ -114,7 +118,8 @@ def _faults(router: RouterFacts, fleet: Fleet) -> Iterator[Finding]:
             errors,
         )
     refused = router.total("extproc_config_reloads_total", result="refused")
-    if refused:
+    in_force = router.samples.get("extproc_config_last_reload_successful")
+    if refused and not (in_force and in_force[0][1]):  # since then a good one may have come
         yield Finding(
             Severity.WARNING,
             _place(router),
@@ -255,7 +260,7 @@ def _hit_gap(pool: PoolConfig, fleet: Fleet) -> Iterator[Finding]:
     if min(queries, prompts) < LEAST_TOKENS or not 1 / SAME_TRAFFIC < queries / prompts < SAME_TRAFFIC:
         return
     believed, seen = cached / prompts, hits / queries
-    if believed - seen > HIT_GAP:
+    if believed - seen > HIT_GAP and _thrash(pool, fleet) is None:  # or else that is why
         yield Finding(
             Severity.WARNING,
             _place(router),
@@ -269,6 +274,48 @@ def _hit_gap(pool: PoolConfig, fleet: Fleet) -> Iterator[Finding]:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Thrash:
+    """What comes again and again is larger than all caches together. Tokens; ``hits``: share found."""
+
+    prefixes: int
+    wanted: int
+    held: int
+    hits: float
+
+
+def _thrash(pool: PoolConfig, fleet: Fleet) -> _Thrash | None:
+    (router,) = _router(fleet)
+    if router.status is None:
+        return None
+    for told in router.status.pools:
+        if told.name != pool.name or not all(worker.cache_tokens for worker in told.workers):
+            continue
+        again = [p for p in told.prefixes if p.requests_per_s * router.status.window_s >= LEAST_REPEATS]
+        wanted, held = sum(p.tokens for p in again), sum(w.cache_tokens for w in told.workers)
+        hits = told.hit_ratio if told.engine_hit_ratio is None else told.engine_hit_ratio
+        if wanted > held and hits is not None and hits < LOW_HITS:
+            return _Thrash(len(again), wanted, held, hits)
+    return None
+
+
+def _working_set(pool: PoolConfig, fleet: Fleet) -> Iterator[Finding]:
+    (router,) = _router(fleet)
+    thrash = _thrash(pool, fleet)
+    if thrash is not None:
+        yield Finding(
+            Severity.WARNING,
+            _place(router),
+            f"pool {pool.name}: the {thrash.prefixes} hottest prompts that come again have"
+            f" {thrash.wanted:,} tokens, the KV caches of all workers hold {thrash.held:,};"
+            f" {thrash.hits:.0%} of the prompt tokens are found",
+            "What is asked again and again doesn't fit, so each prompt evicts one that comes back soon.",
+            "larger KV caches (--gpu-memory-utilization, --kv-cache-dtype fp8), more workers, or shorter"
+            " prompts (extproc lint tells which break their own caching)",
+            {"working_set_tokens": thrash.wanted, "cache_tokens": thrash.held},
+        )
+
+
 CHECKS = (
     Check("router", "a router that can't be asked", lambda f: [f.router] if f.router else [], _unreachable),
     Check("router-workers", "a router that runs on another file", _router, _same_fleet),
@@ -277,6 +324,7 @@ CHECKS = (
     Check("workers-out", "workers that are ejected or not ready, pools in panic", _pools, _health),
     Check("stale-metrics", "engines' metrics older than three intervals", _pools, _stale),
     Check("hit-rate", "hit rates of the engines well under the router's estimate", _pools, _hit_gap),
+    Check("working-set", "hot prefixes that don't fit into all caches together", _pools, _working_set),
     Check("moved", "more than 5 % of picks not used", _pools, _moved),
     Check("overflow", "more than 1 % of decisions with all workers at their limits", _pools, _overflow),
     Check("unreadable", "more than 10 % of requests without a readable prompt", _pools, _unreadable),

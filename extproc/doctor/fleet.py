@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from extproc.doctor.setup import Setup
 from extproc.engine.report import EngineReport
 from extproc.fleet.config import PoolConfig
+from extproc.live.status import Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +53,16 @@ Sample = tuple[dict[str, str], float]
 class RouterFacts:
     """A running router's metrics.
 
-    ``error``: why there are none. ``samples``: by name. ``age_s``: how long it has been running.
-    ``exposed``: another address of this machine at which its port answers, too.
+    ``error``: why there are none. ``samples``: by name. ``age_s``: how long it has been running. ``status``:
+    its live picture, which it shows to its own machine only. ``exposed``: another address of this machine at
+    which its port answers, too.
     """
 
     url: str
     error: str = ""
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     age_s: float | None = None
+    status: Status | None = None
     exposed: str = ""
 
     def total(self, name: str, **labels: str) -> float:
@@ -121,7 +124,3 @@ class Fleet:
         """Pools whose workers were asked."""
         asked = {worker.pool for worker in self.workers}
         yield from (pool for name, pool in self.setup.config.pools.items() if name in asked)
-
-    def heard(self) -> bool:
-        """Whether there is a running router that told something."""
-        return self.router is not None and not self.router.error

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
 
 from extproc.doctor import pages
 from extproc.doctor.fleet import EnvoyFacts, Fleet, RouterFacts, WorkerFacts
@@ -24,6 +25,8 @@ from extproc.doctor.setup import Source, read_setup
 from extproc.engine.exposition import NotMetricsError, decode
 from extproc.fleet.config import EndpointConfig, PoolConfig, RouterConfig
 from extproc.fleet.dns import Resolver
+from extproc.live.client import base_url
+from extproc.live.status import STATUS_PATH, Status
 
 #: Workers that are asked at the same time.
 MAX_AT_ONCE = 64
@@ -228,7 +231,7 @@ def _read_metrics(facts: WorkerFacts, page: bytes | None, error: str) -> WorkerF
 async def _router(asker: Asker, wanted: Wanted) -> RouterFacts | None:
     if not wanted.server:
         return None
-    url = _base(wanted.server).removesuffix("/metrics")
+    url = base_url(wanted.server)
     facts = RouterFacts(url + "/metrics")
     try:
         page = await asker.page(facts.url)
@@ -244,14 +247,22 @@ async def _router(asker: Asker, wanted: Wanted) -> RouterFacts | None:
         facts,
         samples=found,
         age_s=time.time() - started[0][1] if started else None,
+        status=await _status(asker, url),
         exposed=await _exposed(asker, url, "/metrics", wanted.own_addresses),
     )
+
+
+async def _status(asker: Asker, url: str) -> Status | None:
+    try:
+        return msgspec.json.decode(await asker.page(url + STATUS_PATH), type=Status)
+    except (AskError, msgspec.MsgspecError):  # on another machine, or of another version
+        return None
 
 
 async def _envoy(asker: Asker, wanted: Wanted) -> EnvoyFacts | None:
     if not wanted.envoy_admin:
         return None
-    url = _base(wanted.envoy_admin)
+    url = base_url(wanted.envoy_admin)
     facts = EnvoyFacts(url)
     try:
         version = pages.envoy_version(await asker.page(url + "/server_info"))
@@ -266,10 +277,6 @@ async def _envoy(asker: Asker, wanted: Wanted) -> EnvoyFacts | None:
         stats=pages.envoy_stats(stats.decode(errors="replace")),
         exposed=await _exposed(asker, url, "/server_info", wanted.own_addresses),
     )
-
-
-def _base(url: str) -> str:
-    return (url if url.startswith(("http://", "https://")) else f"http://{url}").rstrip("/")
 
 
 async def _exposed(asker: Asker, url: str, path: str, addresses: Iterable[str]) -> str:

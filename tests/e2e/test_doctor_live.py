@@ -64,7 +64,9 @@ async def test_nothing_wrong_under_traffic_and_one_thing_when_a_worker_is_gone(s
         assert len(fleet.workers) == 4
         assert fleet.envoy_version is not None
         assert fleet.envoy_version >= (1, 37)
-        assert fleet.heard()
+        assert fleet.router is not None
+        assert fleet.router.status is not None
+        assert [pool.name for pool in fleet.router.status.pools] == ["workers"]
         stack.workers[2].kill()
         for number in range(8):
             assert (await c.ask(prompt(number))).status == 200

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from extproc.doctor import pages
@@ -20,6 +21,7 @@ from extproc.doctor.manifests import read
 from extproc.doctor.report import as_json, show
 from extproc.doctor.setup import Setup, read_setup
 from extproc.engine.report import EngineReport
+from extproc.live.status import Status, WorkerStatus
 
 FILE = Path(__file__).parents[2] / "envoy" / "envoy.yaml"
 EXTPROC = "static_resources.clusters[0].metadata.filter_metadata.extproc"
@@ -260,6 +262,45 @@ def test_what_a_router_tells(case: tuple[dict[str, float], str, Severity]) -> No
 )
 def test_a_little_is_nothing(values: dict[str, float]) -> None:
     assert find(fleet(router=router(**QUIET | values))) == ()
+
+
+def live(tokens: int, hit_ratio: float | None, requests_per_s: float = 1.0, cache: int = 50_000) -> Status:
+    """Ten hot prefixes of so many tokens, four workers."""
+    rates = dict.fromkeys(("requests_per_s", "prompt_tokens_per_s", "moved_per_s", "utilisation"), 0.0)
+    unknown = dict.fromkeys(("ttft", "engine_ttft_ms", "busiest"))
+    prefix = {"prefix": "", "tenant": "", "tokens": tokens, "share": 0.1, "hit_ratio": 0.1, "spread": {}}
+    worker = dict.fromkeys(WorkerStatus.__struct_fields__, 0) | {"cache_tokens": cache, "state": "healthy"}
+    worker |= dict.fromkeys(("ttft", "hit_ratio", "engine_hit_ratio"))
+    pool = {"name": "workers", "policy": "", "panic": False, "hit_ratio": hit_ratio, "engine_hit_ratio": None}
+    pool |= rates | unknown | {"in_flight": 0, "pending_prefill_tokens": 0, "reasons": {}, "refused": {}}
+    pool["workers"] = [worker | {"address": address} for address in ADDRESSES]
+    pool["prefixes"] = [prefix | {"requests_per_s": requests_per_s}] * 10
+    told = {"version": "", "now_s": 0.0, "started_s": 0.0, "config": "", "window_s": 10.0}
+    return msgspec.convert(told | {"pools": [pool], "decisions": [], "alarms": []}, Status)
+
+
+def test_a_working_set_that_does_not_fit() -> None:
+    told = router(**QUIET | {"cached_tokens_total": 3.9e6})  # which would be a finding of its own
+    (found,) = find(fleet(router=replace(told, status=live(20_001, 0.2))))
+    assert (found.check, found.value) == (
+        "working-set",
+        {"working_set_tokens": 200_010, "cache_tokens": 200_000},
+    )
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        live(19_000, 0.2),
+        live(30_000, 0.8),
+        live(30_000, None),
+        live(30_000, 0.2, 0.1),
+        live(30_000, 0.2, cache=0),
+    ],
+    ids=["fits", "hits", "no requests", "nothing comes again", "sizes unknown"],
+)
+def test_a_working_set_that_does_no_harm(status: Status) -> None:
+    assert find(fleet(router=replace(router(**QUIET), status=status))) == ()
 
 
 def with_ages(*ages: float, started_s: float = 3600.0) -> RouterFacts:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import copy
+import random
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
+from extproc.demo import envoy_setup
 from extproc.doctor.check import run
 from extproc.doctor.checks import CHECKS
 from extproc.doctor.finding import Finding, Severity
 from extproc.doctor.fleet import EnvoyFacts, Fleet
 from extproc.doctor.manifests import read
-from extproc.doctor.setup import read_setup
+from extproc.doctor.report import as_json, show
+from extproc.doctor.setup import Source, read_setup
+from extproc.envoyconf import ConfigError, Resources, arrange
+from extproc.envoyconf.document import Document
 
 FOLDER = Path(__file__).parents[2] / "envoy"
 SHIPPED = sorted(path.relative_to(FOLDER) for path in FOLDER.glob("*.yaml"))
@@ -543,6 +551,56 @@ def walk(data: Any, path: str) -> tuple[Any, list[str | int], bool]:
             return None, steps[:position], True
         data = data[step]
     return data, steps, False
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_any_value_anywhere_is_judged_or_refused(seed: int) -> None:
+    rng = random.Random(seed)
+    data = envoy_setup.load(FOLDER / rng.choice(("envoy.yaml", "cluster-per-worker.yaml")))
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        *way, last = rng.choice([path for path in paths(data) if path])
+        inner = data
+        for step in way:
+            inner = inner[step]
+        if rng.random() < 0.3:
+            del inner[last]
+        else:
+            inner[last] = copy.deepcopy(rng.choice(VALUES))
+    resources = Resources(source="envoy.yaml")
+    try:
+        resources.add(Document("envoy.yaml", data))
+        source = Source(arrange(resources), resources)
+    except ConfigError:
+        return
+    fleet = Fleet(read_setup(source))
+    verdict = run(CHECKS, fleet)
+    assert show(verdict, fleet)
+    assert msgspec.json.encode(as_json(verdict, fleet))
+
+
+VALUES: tuple[Any, ...] = (
+    *(None, 0, -1, 2**40, 3.5, True, False, "", "x", "0s", "-1s", "1.5s", "true", "8001", "NONE", "SEND"),
+    *(
+        [],
+        {},
+        [1],
+        ["a"],
+        [{}],
+        [None],
+        [[]],
+        {"a": 1},
+        {"@type": "x"},
+        {"value": {}},
+        [{"typed_config": None}],
+    ),
+)
+
+
+def paths(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    steps = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for step, inner in steps:
+        yield from paths(inner, (*path, step))
 
 
 def test_there_are_plants_for_every_check_of_the_yaml() -> None:
