@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import urllib.error
 import urllib.request
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -30,10 +31,18 @@ def base_url(server: str) -> str:
     return url.rstrip("/").removesuffix("/metrics").removesuffix(STATUS_PATH)
 
 
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is no number, or a bracket is missing
+        return False
+
+
 def fetch(server: str) -> Status:
     """Its status now. Raises ServerError."""
     url = base_url(server) + STATUS_PATH
-    if not url.startswith(("http://", "https://")):
+    if not _is_http(url):
         raise ServerError(f"--server {server}: use http://host:port, for example http://127.0.0.1:9090")
     try:
         with _OPENER.open(url, timeout=TIMEOUT_S) as response:

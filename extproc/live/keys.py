@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import sys
 import termios
@@ -10,7 +11,8 @@ import tty
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_ESCAPE = 0x1B
+#: What arrows, function keys and keys with Alt send (ECMA-48, section 5.4; SS3; an escape before the key).
+_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|O.|[^\[O])?")
 
 
 class Keyboard:
@@ -41,5 +43,4 @@ class Keyboard:
         typed = os.read(self._fd, 64)
         if not typed:  # the terminal is gone
             self._fd = None
-        # Arrows and the like are sequences of their own, which start with an escape.
-        return "" if typed[:1] == bytes([_ESCAPE]) else typed.decode(errors="replace")
+        return _SEQUENCE.sub("", typed.decode(errors="replace"))
