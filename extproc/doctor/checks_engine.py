@@ -35,7 +35,7 @@ def _unresolved(name: str, fleet: Fleet) -> Iterator[Finding]:
         at(node) if node is not None else (Place(file=fleet.setup.config.source),),
         f"{name} can't be resolved: {fleet.unresolved[name]}",
         "The router and Envoy have no worker behind this name.",
-        "put the name right, or the DNS that this machine asks",
+        "put the name right, or run this where the names are known (--no-workers leaves them out)",
         name,
     )
 

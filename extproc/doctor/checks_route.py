@@ -32,11 +32,24 @@ _HEEDS_ROUTE_LIMIT = (1, 37)
 
 
 def _asking(fleet: Fleet) -> Iterable[Asking]:
-    return fleet.setup.asking
+    return fleet.setup.serving
 
 
 def _retrying(fleet: Fleet) -> list[Asking]:
-    return [asking for asking in fleet.setup.asking if asking.retry_policy.value is not None]
+    return [asking for asking in fleet.setup.serving if asking.retry_policy.value is not None]
+
+
+def _in_vain(asking: Asking, fleet: Fleet) -> Iterator[Finding]:
+    if fleet.setup.config.pools and not fleet.setup.pools_of(asking):
+        node = asking.action.field("cluster")
+        yield Finding(
+            Severity.NOTE,
+            at(node),
+            f"{told(node)}, which is no pool",
+            "The router is asked on this route, with the whole body, and has nothing to say.",
+            "typed_per_filter_config of the route: envoy.filters.http.ext_proc with disabled: true",
+            node.value,
+        )
 
 
 def _route_timeout(asking: Asking, fleet: Fleet) -> Iterator[Finding]:
@@ -348,6 +361,7 @@ def _removed(name: str, cluster: Cluster, fleet: Fleet) -> bool:
 
 
 CHECKS = (
+    Check("in-vain", "routes that ask the router and lead to no pool", lambda f: f.setup.asking, _in_vain),
     Check(
         "route-timeout", "a route's `timeout` that cuts streams (15 s by default)", _asking, _route_timeout
     ),

@@ -64,7 +64,7 @@ async def gather(source: Source, wanted: Wanted) -> Fleet:
     """The fleet's facts."""
     config = source.config
     unresolved: dict[str, str] = {}
-    if wanted.workers or wanted.server:
+    if wanted.workers:
         config, unresolved = await _resolve(config, wanted.timeout_s)
     async with Asker(wanted.timeout_s) as asker:
         workers, router, envoy = await asyncio.gather(

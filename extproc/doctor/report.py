@@ -88,7 +88,7 @@ def _show(finding: Finding) -> list[str]:
     lines = [f"{finding.severity:<8} {places[0]}", *(_INDENT + place for place in places[1:])]
     for label, text in (("", finding.found), ("why: ", finding.why), ("fix: ", finding.fix)):
         lines += textwrap.wrap(
-            label + text,
+            label + _printable(text),
             _WIDTH,
             initial_indent=_INDENT,
             subsequent_indent=_INDENT + " " * len(label),
@@ -96,3 +96,8 @@ def _show(finding: Finding) -> list[str]:
             break_on_hyphens=False,
         )
     return lines
+
+
+def _printable(text: str) -> str:
+    """Without what a terminal would take for commands: some of it was said by servers."""
+    return "".join(character if character.isprintable() else "?" for character in text)

@@ -204,14 +204,22 @@ class Setup:
         return not any(asking.ext_proc is ext_proc for asking in self.asking)
 
     def pools_of(self, asking: Asking) -> list[PoolConfig]:
-        """The pools that a route's requests may belong to."""
+        """The pools that a route's requests may belong to; none if it leads to a cluster of no pool."""
         for override in asking.overrides:
             for entry in override.items("grpc_initial_metadata"):
                 if entry.text("key").lower() == "x-extproc-pool":
                     named = self.config.pools.get(entry.text("value"))
                     return [named] if named else []
-        pool = self.config.clusters.get(asking.action.text("cluster"))
-        return [self.config.pools[pool]] if pool else list(self.config.pools.values())
+        cluster = asking.action.text("cluster")
+        if not cluster:  # cluster_header, weighted_clusters
+            return list(self.config.pools.values())
+        pool = self.config.clusters.get(cluster)
+        return [self.config.pools[pool]] if pool else []
+
+    @property
+    def serving(self) -> list[Asking]:
+        """Routes to a pool on which the router is asked; all that ask it, if no pool is in sight."""
+        return [a for a in self.asking if not self.config.pools or self.pools_of(a)]
 
     def pool_field(self, pool: str, name: str) -> Node:
         """Where a pool's setting stands, or would stand."""

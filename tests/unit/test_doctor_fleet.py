@@ -404,6 +404,12 @@ def test_told_to_people_and_to_programs() -> None:
     assert (told["workers"], told["settings_checked"]) == (4, verdict.looked_at)
 
 
+def test_what_a_server_says_commands_no_terminal() -> None:
+    odd = fleet(replace(WELL, version="0.31\x1b[2J\n"))
+    verdict = run(CHECKS, odd)
+    assert "0.31?[2J?" in show(verdict, odd)
+
+
 def test_nothing_wrong_in_one_line() -> None:
     well = fleet(router=router(**QUIET), envoy=EnvoyFacts("http://127.0.0.1:9901", version=(1, 40)))
     verdict = run(CHECKS, well)

@@ -266,6 +266,16 @@ PLANTS = {
         "http.ext_proc.v3.SomethingElse\n",
     ),
     # Routes.
+    "asked in vain": plant(
+        "in-vain",
+        NOTE,
+        f"{HOST}.routes[3].route.cluster",
+        "                direct_response: {status: 404}\n                typed_per_filter_config:"
+        " *without_router\n",
+        "                route: {cluster: website, timeout: 5s}\n",
+        "\n  - name: ext_proc\n    type",
+        "\n  - name: website\n    type: STRICT_DNS\n\n  - name: ext_proc\n    type",
+    ),
     "route timeout by default": plant("route-timeout", ERROR, f"{ROUTE}.route.timeout", TIMEOUT, ""),
     "route timeout of a minute": plant(
         "route-timeout", ERROR, f"{ROUTE}.route.timeout", "timeout: 0s", "timeout: 60s"
