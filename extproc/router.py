@@ -132,7 +132,8 @@ class Router:
         if isinstance(prompt, Prompt):
             prefix = _chain(pool, prompt)
             max_output_tokens = prompt.max_tokens or max_output_tokens
-            asked = events.Asked(prompt.model, prompt.max_tokens, prompt.stream)
+            head_tokens = int(prompt.head_bytes / pool.settings.chars_per_token)
+            asked = events.Asked(prompt.model, prompt.max_tokens, prompt.stream, head_tokens=head_tokens)
         else:
             asked = events.Asked(unreadable=prompt)
             self._observer.tell(events.PromptUnreadable(facts, pool.name, prompt, now))

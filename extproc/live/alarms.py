@@ -37,6 +37,9 @@ HOT_SHARE = 0.05
 #: A prefix is spread wide from so many workers on.
 WIDE_WORKERS = 3
 
+#: A tenant with less of its prompt tokens cached may break its caching.
+LOW_HIT_RATIO = 0.3
+
 #: Times to the first token that differ by less than this are alike.
 ALIKE_TTFT_S = 0.3
 
@@ -69,6 +72,16 @@ class PrefixFacts(Struct, frozen=True):
     workers: int
 
 
+class TenantFacts(Struct, frozen=True):
+    """A tenant, "" for all that name none. ``heads``, ``new_heads``: see `TenantCount`."""
+
+    tenant: str
+    share: float
+    hit_ratio: float
+    heads: int
+    new_heads: int
+
+
 class PoolFacts(Struct, frozen=True):
     """What the rules look at; counts are the window's. The engines' means: see `extproc.live.engines`.
 
@@ -85,6 +98,7 @@ class PoolFacts(Struct, frozen=True):
     engine_first_tokens: float = 0.0
     prefixes: Sequence[PrefixFacts] = ()
     busiest_strained: bool = False
+    tenants: Sequence[TenantFacts] = ()
 
 
 class RouterFacts(Struct, frozen=True):
@@ -213,7 +227,7 @@ def shedding(pool: PoolFacts, share: float) -> Iterable[Finding]:
 
 
 def prefix_scattered(pool: PoolFacts, share: float) -> Iterable[Finding]:
-    """A hot prefix goes to many workers and none has it."""
+    """A hot prefix goes to many workers and none has it; or long system prompts are new each time."""
     for prefix in pool.prefixes:
         if (
             prefix.share >= HOT_SHARE
@@ -227,6 +241,19 @@ def prefix_scattered(pool: PoolFacts, share: float) -> Iterable[Finding]:
                 f" nothing of it cached, on {prefix.workers} workers"
             )
             return  # the hottest; one paragraph explains them all
+    for tenant in pool.tenants:
+        if (
+            tenant.share >= HOT_SHARE
+            and tenant.heads >= MANY_REQUESTS
+            and tenant.new_heads > share * tenant.heads
+            and tenant.hit_ratio < LOW_HIT_RATIO
+        ):
+            who = f" of tenant {tenant.tenant}" if tenant.tenant else ""
+            yield Finding(
+                f"{tenant.new_heads / tenant.heads:.0%} of the system prompts{who} are new,"
+                f" {tenant.hit_ratio:.0%} cached: do they change with each request?"
+            )
+            return  # the one that costs most
 
 
 def reload_refused(router: RouterFacts, threshold: float) -> Iterable[Finding]:
@@ -265,7 +292,7 @@ RULES: tuple[Rule[PoolFacts], ...] = (
     Rule("SignalsStale", WARNING, 0.0, 15.0, 10.0, signals_stale),
     Rule("PicksMoved", WARNING, 0.05, 5.0, 20.0, picks_moved),
     Rule("Shedding", WARNING, 0.01, 0.0, 20.0, shedding),
-    Rule("PrefixScattered", WARNING, 0.5, 30.0, 30.0, prefix_scattered),
+    Rule("PrefixScattered", WARNING, 0.5, 60.0, 30.0, prefix_scattered),
 )
 
 #: Of the router itself.

@@ -69,20 +69,37 @@ class Entry:
 
 
 class TenantCount:
-    """One tenant in one table, or in several added up."""
+    """One tenant in one table, or in several added up.
 
-    __slots__ = ("cached_tokens", "prompt_tokens", "requests")
+    ``heads``: requests with a long system prompt; ``new_heads``: with one that wasn't seen before.
+    """
+
+    __slots__ = ("cached_tokens", "heads", "new_heads", "prompt_tokens", "requests")
 
     def __init__(self) -> None:
         self.requests = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
+        self.heads = 0
+        self.new_heads = 0
+
+    def count(self, tokens: int, cached: int, head: bool, again: bool) -> None:
+        """One more request."""
+        self.requests += 1
+        self.prompt_tokens += tokens
+        self.cached_tokens += cached
+        if head:
+            self.heads += 1
+            if not again:
+                self.new_heads += 1
 
     def add(self, other: TenantCount) -> None:
         """Those of another table, too."""
         self.requests += other.requests
         self.prompt_tokens += other.prompt_tokens
         self.cached_tokens += other.cached_tokens
+        self.heads += other.heads
+        self.new_heads += other.new_heads
 
 
 @dataclass(slots=True)
@@ -105,8 +122,11 @@ class Hottest:
         self._seen_before: set[int] = set()
         self._seen_since_s = now
 
-    def count(self, key: int, tokens: int, cached: int, worker: str, tenant: str) -> bool:
-        """Take note of a decision; returns whether the prefix had been seen before."""
+    def count(self, key: int, tokens: int, cached: int, worker: str, tenant: str, head: bool = False) -> bool:
+        """Take note of a decision; returns whether the prefix had been seen before.
+
+        ``head``: the key stands for a long system prompt.
+        """
         table = self._now
         entry = table.prefixes.get(key)
         again = True
@@ -116,15 +136,12 @@ class Hottest:
                 entry = table.prefixes[key] = Entry(tenant)
         if entry is not None:
             entry.count(tokens, cached, worker, tenant)
-        if tenant:
-            account = table.tenants.get(tenant)
-            if account is None:
-                if len(table.tenants) >= MAX_KEYS:
-                    return again
-                account = table.tenants[tenant] = TenantCount()
-            account.requests += 1
-            account.prompt_tokens += tokens
-            account.cached_tokens += cached
+        account = table.tenants.get(tenant)
+        if account is None:
+            if len(table.tenants) >= MAX_KEYS:
+                return again
+            account = table.tenants[tenant] = TenantCount()
+        account.count(tokens, cached, head, again)
         return again
 
     def _meet(self, key: int) -> bool:
@@ -172,7 +189,7 @@ class Hottest:
         return sorted(found, key=lambda item: -item[1].prompt_tokens)
 
     def tenants(self, limit: int) -> list[tuple[str, TenantCount]]:
-        """Those with the most uncached prompt tokens, first first."""
+        """Those with the most uncached prompt tokens, first first; "" is all that name none."""
         sums: dict[str, TenantCount] = {}
         for generation in self._generations:
             for tenant, account in generation.tenants.items():

@@ -22,6 +22,7 @@ from extproc.live.alarms import (
     PoolFacts,
     PrefixFacts,
     RouterFacts,
+    TenantFacts,
     WorkerFacts,
 )
 from extproc.live.engines import stale, together, view
@@ -29,6 +30,7 @@ from extproc.live.hottest import short_hash
 from extproc.live.recorder import PoolRecord, Recorder, WorkerRecord, share_of_busiest
 from extproc.live.status import (
     HISTORY_STEP_S,
+    MAX_TENANTS,
     Alarm,
     History,
     PoolHistory,
@@ -78,6 +80,7 @@ class Live:
         self._alarms = Alarms()
         self._faults = recorder.faults
         self._prefixes: dict[str, list[PrefixFacts]] = {}
+        self._tenants: dict[str, list[TenantFacts]] = {}
         self._offset_s = unix_s() - recorder.started_s
 
     async def run(self) -> None:
@@ -92,9 +95,9 @@ class Live:
         """Take notes, and see whether something is wrong."""
         pools = self._pools()
         if self._recorder.tick(pools, now):
-            self._prefixes = {
-                name: _watched(record, now) for name, record in self._recorder.pools.items() if name in pools
-            }
+            records = {name: self._recorder.pools[name] for name in pools}
+            self._prefixes = {name: _watched(record, now) for name, record in records.items()}
+            self._tenants = {name: _watched_tenants(record, now) for name, record in records.items()}
         states = self._states()
         facts = [self._facts(name, pool, states, now) for name, pool in pools.items()]
         self._alarms.update(facts, self._router_facts(), now)
@@ -131,6 +134,7 @@ class Live:
             engines.first_tokens,
             self._prefixes.get(name, ()),
             _strained(pool, record),
+            self._tenants.get(name, ()),
         )
 
     def _router_facts(self) -> RouterFacts:
@@ -290,6 +294,20 @@ def _watched(record: PoolRecord, now: float) -> list[PrefixFacts]:
             len(entry.spread),
         )
         for key, entry in record.hottest.hot(HOT_SHARE)
+    ]
+
+
+def _watched_tenants(record: PoolRecord, now: float) -> list[TenantFacts]:
+    _, total_tokens = record.hottest.span(now, record.account.prompt_tokens)
+    return [
+        TenantFacts(
+            tenant,
+            count.prompt_tokens / max(1, total_tokens),
+            count.cached_tokens / max(1, count.prompt_tokens),
+            count.heads,
+            count.new_heads,
+        )
+        for tenant, count in record.hottest.tenants(MAX_TENANTS)
     ]
 
 

@@ -24,6 +24,9 @@ from extproc.routing.pool import Pool
 #: Workers remembered for each pool, those that left within the hour among them.
 MAX_WORKERS = 1000
 
+#: System prompts from this length on are worth caching; below a block they don't make the prefix key.
+LONG_HEAD_TOKENS = 256
+
 #: Moves remembered for each pool.
 MAX_MOVES = 200
 
@@ -80,6 +83,7 @@ class PoolRecord:
         "account",
         "busiest",
         "hottest",
+        "long_head_tokens",
         "moves",
         "notes",
         "reasons",
@@ -99,6 +103,7 @@ class PoolRecord:
         self.unreadable: Counter[str] = Counter()
         self.notes: deque[Words] = deque([Words({}, {}, {})] * NOTES, maxlen=NOTES)
         self.hottest = Hottest(now)
+        self.long_head_tokens = LONG_HEAD_TOKENS
         self.moves: deque[Move] = deque(maxlen=MAX_MOVES)
 
     def window(self) -> Words:
@@ -170,7 +175,8 @@ class Recorder:
         if event.prefix_key is not None:
             demand = event.demand
             tenant = demand.tenant if demand is not None else ""
-            if record.hottest.count(event.prefix_key, tokens, cached, address, tenant):
+            head = event.asked.head_tokens >= record.long_head_tokens
+            if record.hottest.count(event.prefix_key, tokens, cached, address, tenant, head):
                 pool.again_tokens += tokens
                 if not cached:
                     pool.lost_tokens += tokens
@@ -272,6 +278,7 @@ class Recorder:
                 all_pending += pending
                 found.track.sample(in_flight, pending)
             record.track.sample(all_in_flight, all_pending)
+            record.long_head_tokens = max(LONG_HEAD_TOKENS, pool.settings.block_tokens)
 
     def _write(self, pools: Mapping[str, Pool], now: float) -> None:
         """The history's step ends."""

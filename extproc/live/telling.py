@@ -94,7 +94,8 @@ def tenants(record: PoolRecord, now: float) -> list[TenantStatus]:
             round(count.prompt_tokens / max(1, total_tokens), 4),
             ratio(count.cached_tokens / count.prompt_tokens if count.prompt_tokens else None),
         )
-        for tenant, count in record.hottest.tenants(MAX_TENANTS)
+        for tenant, count in record.hottest.tenants(MAX_TENANTS + 1)
+        if tenant
     ]
 
 

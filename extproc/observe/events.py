@@ -31,13 +31,15 @@ class Asked:
     """What a request asks for, besides its prompt.
 
     ``model``: "" for the engine's default. ``max_tokens``: of output, if the client set a limit.
-    ``unreadable``: why nothing of this is known; None: it is.
+    ``head_tokens``: how long its tools and system prompt are, estimated. ``unreadable``: why nothing of this
+    is known; None: it is.
     """
 
     model: str = ""
     max_tokens: int | None = None
     stream: bool = False
     unreadable: Unreadable | None = None
+    head_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

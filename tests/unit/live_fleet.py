@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+import pytest
+import structlog
 
 from extproc.engine.state import Target
 from extproc.facts import RequestFacts
@@ -16,6 +20,16 @@ from extproc.live.status import PoolStatus, Status
 from extproc.observe.observer import Observer
 from extproc.router import Router, Routing
 from extproc.routing.admission import Shed
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Thousands of decisions needn't be logged."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    yield
+    structlog.configure(**before)
+
 
 PATH = "/v1/chat/completions"
 UNIX_S = 1_700_000_000.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from live_fleet import UNIX_S, Fleet, address, body, config
+from live_fleet import UNIX_S, Fleet, address, body, config, quiet  # noqa: F401 - a fixture
 from msgspec.structs import replace
 
 from extproc.envoyconf import ConfigError
@@ -16,10 +16,12 @@ from extproc.live.alarms import (
     PoolFacts,
     PrefixFacts,
     RouterFacts,
+    TenantFacts,
     WorkerFacts,
 )
 from extproc.live.window import NOTHING
 from extproc.observe import events
+from extproc.routing.demand import digest
 from extproc.routing.health import Cause, Probe, State
 
 WELL = tuple(WorkerFacts(address(n), decisions=25) for n in range(4))
@@ -112,6 +114,12 @@ CASES = [
         replace(QUIET, prefixes=[replace(SCATTERED, tenant=""), SCATTERED]),
         "deadbeef: 75%",
         replace(QUIET, prefixes=[replace(SCATTERED, share=0.04), replace(SCATTERED, requests=10)]),
+    ),
+    (
+        "PrefixScattered",
+        replace(QUIET, tenants=[TenantFacts("", 0.3, 0.1, heads=40, new_heads=36)]),
+        "90% of the system prompts are new, 10% cached",
+        replace(QUIET, tenants=[TenantFacts("", 0.3, 0.1, 40, 12), TenantFacts("", 0.3, 0.6, 40, 36)]),
     ),
 ]
 
@@ -219,19 +227,32 @@ def test_a_cache_too_small_for_what_repeats() -> None:
     assert fleet.alarms == ["LowHitRate"]
 
 
-def test_prompts_that_never_repeat_are_nobodys_fault() -> None:
+def test_documents_that_never_repeat_are_nobodys_fault() -> None:
     fleet = Fleet()
     for n in range(100):
         for each in range(5):
-            fleet.ask(body(f"document {n} {each}", chars=16_000))
+            fleet.ask(body("Sum it up.", f"document {n} {each}: " + "and so on. " * 1500, chars=20))
         fleet.pass_s(1.0)
     assert fleet.pool().hit_ratio == 0.0
     assert fleet.alarms == []
 
 
+def test_a_tenant_whose_system_prompt_begins_with_the_time() -> None:
+    fleet = Fleet(tenant_header="x-tenant")
+    for n in range(90):
+        for each in range(3):
+            fleet.ask(body(f"agent {each}"), **{"x-tenant": "good"})
+            fleet.ask(body(f"It is {n}:0{each} now. You are an agent."), **{"x-tenant": "careless"})
+        fleet.pass_s(1.0)
+    [alarm] = fleet.status.alarms
+    assert alarm.name == "PrefixScattered"
+    assert f"100% of the system prompts of tenant {digest('careless')} are new, 0% cached" in alarm.text
+    assert [tenant.tenant for tenant in fleet.pool().tenants] == [digest("careless"), digest("good")]
+
+
 def test_a_hot_prefix_sent_everywhere_by_a_blind_policy_is_found_once_nothing_is_cached() -> None:
     fleet = Fleet(range(3), policy="round-robin", cache_tokens=5000, tenant_header="x-tenant")
-    for n in range(60):
+    for n in range(80):
         for _ in range(4):
             fleet.ask(body("the hot one", chars=16_000), **{"x-tenant": "acme"})
             fleet.ask(body(f"a document {n}", chars=20_000))

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from live_fleet import UNIX_S, Fleet, address, body, config
+from live_fleet import UNIX_S, Fleet, address, body, config, quiet  # noqa: F401 - a fixture
 
 from extproc.engine.report import EngineReport
 from extproc.engine.state import EngineState, Target
