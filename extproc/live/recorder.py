@@ -1,8 +1,8 @@
 """Takes note of what happens, for `extproc.live.live`: a sink of events.
 
 It runs beside every decision, so an event adds to a few numbers in place and no more; sums, percentiles and
-lists are made when somebody asks, or once a second (`Recorder.tick`). Memory is bounded: about 30 KB a worker, and
-3 MB a pool with thousands of prefixes and tenants.
+lists are made when somebody asks, or once a second (`Recorder.tick`). Memory is bounded: about 30 KB for each
+worker, and 3 MB for a pool with thousands of prefixes and tenants.
 """
 
 from __future__ import annotations
