@@ -45,20 +45,20 @@ class _Tenant:
         self.weight = weight
         self.seen_s = now
         self.asked_tokens = 0.0  # decaying
-        self.accounts: OrderedDict[str, _Account] = OrderedDict()  # by worker; the longest unused first
+        self.accounts: dict[str, _Account] = {}  # by worker; the longest unused first
 
     def account(self, worker: str, rate: float, now: float) -> _Account:
         """Its account there, refilled at ``rate`` tokens a second; a new one is full."""
         accounts = self.accounts
-        account = accounts.get(worker)
+        account = accounts.pop(worker, None)
         if account is None:
-            while accounts and next(iter(accounts.values())).refilled_s < now - ACTIVE_S:
-                accounts.popitem(last=False)
-            account = accounts[worker] = _Account(rate * SAVED_S, now)
+            while accounts and accounts[oldest := next(iter(accounts))].refilled_s < now - ACTIVE_S:
+                del accounts[oldest]
+            account = _Account(rate * SAVED_S, now)
         else:
-            accounts.move_to_end(worker)
             account.tokens = min(account.tokens + rate * (now - account.refilled_s), rate * SAVED_S)
             account.refilled_s = now
+        accounts[worker] = account
         return account
 
 
