@@ -6,7 +6,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: run test soak fuzz test-engine check format compose-test proto lock clean help
+.PHONY: run test soak fuzz test-engine check format compose-test pictures proto lock clean help
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -50,6 +50,9 @@ format: $(STAMP) ## let ruff format and fix
 
 compose-test: $(STAMP) ## docker-compose.yml, really run (needs a Docker engine)
 	$(BIN)/python tests/compose/check.py
+
+pictures: $(STAMP) ## the page's pictures for the docs, from ten minutes of traffic (needs Chromium)
+	PYTHONPATH=tests $(BIN)/python tests/e2e/pictures.py docs $(ARGS)
 
 proto: $(STAMP) ## generate extproc/wire/ from proto/
 	$(BIN)/python proto/generate.py
