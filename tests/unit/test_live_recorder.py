@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from live_fleet import UNIX_S, Fleet, address, body, config, quiet  # noqa: F401 - a fixture
 
+from extproc.bench.live import bench_live
 from extproc.engine.report import EngineReport
 from extproc.engine.state import EngineState, Target
 from extproc.live.history import Track
@@ -366,3 +367,10 @@ def test_an_empty_recorder_has_a_status() -> None:
     assert fleet.status.pools[0].requests_per_s == 0.0
     assert fleet.live.history(fleet.now).ends_s == []
     assert Recorder(0.0).decisions == []
+
+
+def test_what_it_costs_is_measured() -> None:
+    cost = bench_live(workers=2, requests_per_s=40, seconds=2)
+    assert cost.history_bytes > 3 * 7 * 360 * 2  # a full hour of a pool and two workers
+    assert 0.05 < cost.memory_mb < 2.0
+    assert 0.0 < cost.decided_us < 1000.0
