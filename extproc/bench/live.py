@@ -44,15 +44,20 @@ class LiveCost:
     memory_mb: float
 
 
-def bench_live(workers: int = 128, requests_per_s: int = 1000, seconds: int = 20) -> LiveCost:
+def bench_live(
+    workers: int = 128,
+    requests_per_s: int = 1000,
+    seconds: int = 20,
+    idle_s: int = round(HISTORY_POINTS * HISTORY_STEP_S),
+) -> LiveCost:
     """So many seconds of traffic, some prefixes hot, many not; then an hour for the history to fill."""
     tracemalloc.start()
     try:
-        memory_mb = _run(workers, requests_per_s, seconds)[1]
+        memory_mb = _run(workers, requests_per_s, seconds, idle_s)[1]
     finally:
         tracemalloc.stop()
-    live, _, decided_us, ended_us, tick_ms = _run(workers, requests_per_s, seconds)
-    now = HISTORY_POINTS * HISTORY_STEP_S + seconds
+    live, _, decided_us, ended_us, tick_ms = _run(workers, requests_per_s, seconds, idle_s)
+    now = float(seconds + idle_s)
     status_ms, status = _answer(lambda: msgspec.json.encode(live.status(now)))
     history_ms, history = _answer(lambda: msgspec.json.encode(live.history(now)))
     return LiveCost(
@@ -60,7 +65,9 @@ def bench_live(workers: int = 128, requests_per_s: int = 1000, seconds: int = 20
     )
 
 
-def _run(workers: int, requests_per_s: int, seconds: int) -> tuple[Live, float, float, float, float]:
+def _run(
+    workers: int, requests_per_s: int, seconds: int, idle_s: int
+) -> tuple[Live, float, float, float, float]:
     """The picture, its memory (MB) if that is traced, and the costs."""
     endpoints = tuple(EndpointConfig(f"10.0.{i >> 8}.{i & 255}", 8000, "c", 1000) for i in range(workers))
     pool = Pool(PoolConfig("bench", endpoints))
@@ -82,7 +89,7 @@ def _run(workers: int, requests_per_s: int, seconds: int) -> tuple[Live, float, 
         ended_s = thread_time()
         live.tick(second + 1.0)
         costs.append((decided_s - start_s, ended_s - decided_s, thread_time() - ended_s))
-    for second in range(round(HISTORY_POINTS * HISTORY_STEP_S)):
+    for second in range(idle_s):
         live.tick(seconds + second + 1.0)
     for decided, _ in traffic[-5 * requests_per_s :]:
         decide(decided)
