@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 
-from extproc.bench import live, prompt, routing, scrape, tracing
+from extproc.bench import live, prompt, routing, scrape, tables, tracing
 
 BENCHES: Mapping[str, tuple[Callable[[], str], str]] = {
     "prompt": (
@@ -14,6 +14,10 @@ BENCHES: Mapping[str, tuple[Callable[[], str], str]] = {
     ),
     "decide": (lambda: routing.report_decide(routing.bench_decide()), "a decision for a 1,000-block chain"),
     "cache": (lambda: routing.report_cache(routing.bench_cache()), "memory of the cache picture, by traffic"),
+    "tables": (
+        lambda: tables.report(tables.bench_tables()),
+        "memory of everything else, filled to its bound",
+    ),
     "scrape": (
         lambda: f"{scrape.report_page(scrape.bench_page())}\n{scrape.report_scrape(scrape.bench_scrape())}",
         "reading the metrics of 128 workers while 10,000 requests run",
