@@ -51,7 +51,7 @@ format: $(STAMP) ## let ruff format and fix
 compose-test: $(STAMP) ## docker-compose.yml, really run (needs a Docker engine)
 	$(BIN)/python tests/compose/check.py
 
-pictures: $(STAMP) ## the page's pictures for the docs, from ten minutes of traffic (needs Chromium)
+pictures: $(STAMP) ## the page's pictures for the docs, from twelve minutes of traffic (needs Chromium)
 	PYTHONPATH=tests $(BIN)/python tests/e2e/pictures.py docs $(ARGS)
 
 proto: $(STAMP) ## generate extproc/wire/ from proto/
