@@ -9,7 +9,8 @@ What readings are used for, and nothing else:
 - the size of the worker's KV cache, where the YAML doesn't give one, goes to the picture of it;
 - a restart empties that picture;
 - the lengths of the prompts that ended teach how long a token is (`extproc.routing.lengths`);
-- the times of the requests that ended teach the worker's speed (`extproc.routing.speed`).
+- the times of the requests that ended teach the worker's speed (`extproc.routing.speed`);
+- the tokens that were generated show a worker that has become slow (`extproc.routing.pace`).
 """
 
 from __future__ import annotations
@@ -205,6 +206,7 @@ class Scraper:
         )
         target.pool.timed(target.worker, report.prefills, waited_s)
         target.pool.measured(target.worker, report.ended_requests, report.ended_prompt_tokens)
+        target.pool.decoded(target.worker, report.generation_tokens, now, kv_usage=report.kv_usage)
         if report.cache_tokens and (
             before.report is None or before.report.cache_tokens != report.cache_tokens
         ):

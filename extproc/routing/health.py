@@ -19,6 +19,8 @@ Evidence and what it is worth:
   Which of them can't be seen, so this is a sign of overload, not of death: after three in a row the worker
   is avoided for a short time that never grows long. A probe is asked for at the first one.
 - **Error**: five other 5xx in a row.
+- **Slow**: its engine makes far fewer tokens than usual, and the others' don't (`extproc.routing.pace`).
+  Out for at least three readings of its metrics; one that says that it is well again ends it.
 
 A request that fails everywhere is blamed on the request, and a client that goes away on nobody; both are
 the caller's part (`extproc.routing.pool`).
@@ -38,6 +40,7 @@ from enum import StrEnum
 from typing import Protocol, TypeVar
 
 from extproc.fleet.config import PoolSettings
+from extproc.routing.patience import Patience
 
 #: Unreached in a row until a worker is avoided.
 UNREACHED_LIMIT = 3
@@ -47,6 +50,9 @@ ERROR_LIMIT = 5
 
 #: Probes without an answer in a row until a worker is ejected.
 UNRESPONSIVE_LIMIT = 2
+
+#: A slow worker is out for at least so many readings of its metrics: one for luck, and two to be well.
+SLOW_READINGS = 3.0
 
 #: An overloaded worker is avoided for at most so many times ``eject_s``.
 AVOIDANCE_GROWTH = 4.0
@@ -69,6 +75,7 @@ class Cause(StrEnum):
     UNRESPONSIVE = "unresponsive"
     UNREACHED = "unreached"
     ERROR = "error"
+    SLOW = "slow"
     NOT_READY = "not_ready"
 
 
@@ -88,6 +95,7 @@ _LIMITS = {
     Cause.UNRESPONSIVE: UNRESPONSIVE_LIMIT,
     Cause.UNREACHED: UNREACHED_LIMIT,
     Cause.ERROR: ERROR_LIMIT,
+    Cause.SLOW: 1,
 }
 
 
@@ -115,6 +123,7 @@ class Health:
         "_settings",
         "_unanswered",
         "_until_s",
+        "patience",
         "state",
         "trials",
     )
@@ -122,6 +131,7 @@ class Health:
     def __init__(self, settings: PoolSettings) -> None:
         self.state = State.HEALTHY
         self.trials = 0  # requests sent since it returned, not answered yet
+        self.patience = Patience()  # the pool's, which replaces this one
         self._settings = settings
         self._failures: dict[Cause, int] = {}  # in a row
         self._unanswered = 0  # requests for a stream that wait for headers
@@ -166,10 +176,10 @@ class Health:
     @property
     def header_timeout_s(self) -> float:
         """Bound on a stream's wait for headers; a trial is not worth as much waiting. 0: none."""
-        settings = self._settings
-        if self.state is State.RETURNING and not self._proven and settings.silence_s:
-            return min(settings.header_timeout_s, settings.silence_s)
-        return settings.header_timeout_s
+        bound_s = self.patience.header_timeout_s(self._settings.header_timeout_s)
+        if self.state is State.RETURNING and not self._proven and self._settings.silence_s:
+            return min(bound_s, self._settings.silence_s)
+        return bound_s
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -206,6 +216,14 @@ class Health:
         count = self._failures[cause] = self._failures.get(cause, 0) + 1
         if self.state is State.RETURNING or count >= _LIMITS[cause]:
             return self._eject(cause, now)
+        return None
+
+    def paced(self, *, slow: bool, now: float) -> Change | None:
+        """Its engine's counters say how fast it is: slow, or well."""
+        if slow:
+            return self.failed(Cause.SLOW, now)
+        if self.state is State.EJECTED and self._cause is Cause.SLOW:
+            return self._return(now)
         return None
 
     # --- probes ----------------------------------------------------------------------------------
@@ -253,6 +271,8 @@ class Health:
     def listen(self, now: float) -> Change | None:
         """Eject it if it is silent though asked."""
         bound_s = self._settings.silence_s
+        if self._proven:  # a new engine's first headers may take longer
+            bound_s = self.patience.silence_s(bound_s)
         if not bound_s or not self._unanswered or self.out:
             return None
         if now - max(self._asked_s, self._heard_s, self._changed_s) > bound_s:
@@ -275,7 +295,10 @@ class Health:
         longest_s = settings.eject_max_s
         if cause is Cause.UNREACHED:
             longest_s = min(longest_s, AVOIDANCE_GROWTH * settings.eject_s)
-        for_s = min(longest_s, settings.eject_s * 2.0 ** min(self._level, 30.0))
+        for_s = settings.eject_s * 2.0 ** min(self._level, 30.0)
+        if cause is Cause.SLOW:
+            for_s = max(for_s, SLOW_READINGS * settings.scrape_interval_s)
+        for_s = min(longest_s, for_s)
         self._level = min(self._level + 1.0, 30.0)
         self._until_s = now + for_s
         return self._become(State.EJECTED, now, cause, for_s)

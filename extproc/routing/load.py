@@ -14,6 +14,7 @@ from math import exp
 
 from extproc.fleet.config import EndpointConfig, PoolSettings
 from extproc.routing.health import Health
+from extproc.routing.pace import Pace
 from extproc.routing.speed import Speed
 from extproc.routing.tally import Tally
 
@@ -34,6 +35,7 @@ class Worker:
         "max_pending_prefill_tokens",
         "name",
         "oldest_s",
+        "pace",
         "prefill_s_per_token",
         "room_tokens",
         "slot",
@@ -54,6 +56,7 @@ class Worker:
         self.engine_started_s: float | None = None  # start of the engine's process (Unix time), if told
         self.cache_tokens = 0  # size of its cache, in its own tokens
         self.lengths = Tally()  # estimated tokens of its prompts
+        self.pace = Pace()
         self.health = Health(settings)
         self.configure(endpoint, settings)
 

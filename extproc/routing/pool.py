@@ -20,6 +20,8 @@ from extproc.routing.health import Cause, Change, Probe, State, usable
 from extproc.routing.heat import Heat
 from extproc.routing.lengths import Scale
 from extproc.routing.load import Meter, Worker
+from extproc.routing.pace import FULL_KV, LOW_FACTOR, SLOW_FACTOR, WELL_FACTOR, common_slowness
+from extproc.routing.patience import Patience
 from extproc.routing.policy import POLICIES, Policy, Query, least_request
 from extproc.routing.records import Decided, Ended, Moved, Record
 from extproc.routing.speed import SHRINK
@@ -35,6 +37,9 @@ UTILISATION_S = 30.0
 
 #: A foreign request whose end never came is taken as ended after this long.
 FOREIGN_TTL_S = 900.0
+
+#: Checks that are further apart than this say nothing of the time between them.
+LONGEST_CHECK_S = 1.0
 
 #: Policies that take no notice of the prompt, and so need none.
 _BLIND = frozenset({"least-request", "round-robin", "random"})
@@ -67,6 +72,8 @@ class Pool:
         self.token_scale = 1.0  # the engines' tokens to one of our estimates
         self._scale = Scale()
         self._prefilling = Meter(UTILISATION_S)
+        self._patience = Patience()
+        self._checked_s = float("-inf")
         self.origin = origin
         self._publish = publish
         self._changed = changed
@@ -119,6 +126,7 @@ class Pool:
         worker = self._departed.pop(endpoint.address, None)
         if worker is None:
             worker = Worker(endpoint, slot, self.settings)
+            worker.health.patience = self._patience
             worker.learned(self._log_factor())
         else:  # back while some of its old requests still run: their count goes on
             worker.slot = slot
@@ -166,6 +174,22 @@ class Pool:
         if self.settings.learn_speed and worker.slot >= 0 and worker.speed.told(requests, waited_s):
             worker.learned(worker.speed.log_factor + SHRINK * (self._log_factor() - worker.speed.log_factor))
 
+    def decoded(
+        self, worker: Worker, tokens: float | None, now: float, *, kv_usage: float | None = None
+    ) -> None:
+        """The engine told how many tokens it has generated: see `Pace.told`. ``kv_usage``: 0 to 1."""
+        if kv_usage is not None and kv_usage > FULL_KV:
+            tokens = None
+        others = common_slowness((each.pace for each in self._list if each is not worker), now)
+        judged = worker.pace.told(tokens, others, now) if worker.slot >= 0 else None
+        if judged is None:
+            return
+        slower, less = judged
+        if slower >= SLOW_FACTOR * others and less >= LOW_FACTOR:
+            self._note(worker, worker.health.paced(slow=True, now=now))
+        elif slower < WELL_FACTOR * others:
+            self._note(worker, worker.health.paced(slow=False, now=now))
+
     def _log_factor(self) -> float:
         """The workers' mean."""
         return sum([worker.speed.log_factor for worker in self._list]) / max(1, len(self._list))
@@ -191,7 +215,11 @@ class Pool:
 
     def check(self, now: float) -> None:
         """What time shows: silence, and the end of ejections. Call it a few times a second."""
+        seconds = min(now - self._checked_s, LONGEST_CHECK_S)
+        self._checked_s = now
         for worker in self._list:
+            if worker.free_at_s <= now:
+                worker.pace.observe(worker.in_flight, seconds)
             self._note(worker, worker.health.advance(now))
             self._note(worker, worker.health.listen(now))
 
@@ -205,6 +233,8 @@ class Pool:
         if ticket not in self._tickets or decision is None:
             return
         self._stop_waiting(ticket)
+        if ticket.stream:
+            self._headers_came(ticket, decision, upstream, attempts, now)
         served = self._workers.get(upstream)
         if served is not None:
             self._note(served, served.health.answered(status, now))
@@ -217,6 +247,18 @@ class Pool:
             if served is not None and 0 < status < 500:
                 self._note(worker, worker.health.failed(Cause.UNREACHED, now))
             self._suspect(self, worker)
+
+    def _headers_came(
+        self, ticket: Ticket, decision: Decision, upstream: str, attempts: int, now: float
+    ) -> None:
+        after_s = now - ticket.decided_s
+        if attempts <= 1:
+            if upstream == decision.worker.address:
+                self._patience.came(after_s, now)
+            return
+        bound_s = self._patience.header_timeout_s(self.settings.header_timeout_s)
+        if after_s > 1.9 * bound_s > 0.0:  # two in a row took too long
+            self._patience.came(bound_s, now)
 
     def _stop_waiting(self, ticket: Ticket) -> None:
         if ticket.waiting and ticket.decision is not None:

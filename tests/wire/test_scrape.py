@@ -25,6 +25,8 @@ from extproc.observe.engines import EngineObserver
 from extproc.observe.observer import Observer
 from extproc.prefix import PrefixChain
 from extproc.router import Router
+from extproc.routing.health import State
+from extproc.routing.pace import LEAST_READINGS
 from extproc.routing.pool import UNKNOWN_CACHE_TOKENS, Pool
 
 HOST = "127.0.0.1"
@@ -455,3 +457,31 @@ async def test_the_times_that_an_engine_tells_teach_its_speed() -> None:
             rig.pool.end(rig.pool.begin(decision, prompt, 10.0 * index), 10.0 * index + 5.0)
         counts.update(requests=20, seconds=40.0)
         await until(lambda: speed(port) < 9_900.0)
+
+
+async def test_the_tokens_that_an_engine_generates_show_that_it_has_become_slow() -> None:
+    tokens = 0
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal read
+        page = (
+            b'vllm:num_requests_running{engine="0"} 5\nvllm:generation_tokens_total{engine="0"} %d\n' % tokens
+        )
+        await reply(page)(reader, writer)
+        read += 1
+
+    read = 0
+    async with server(handle) as port, reading(config([port])) as rig:
+        await until(lambda: rig.known(port))
+        (worker,) = rig.pool.workers
+        worker.in_flight = 5
+        now = 0.0
+        for made in (*[500] * (LEAST_READINGS + 2), 20):
+            assert worker.health.state is State.HEALTHY
+            for _ in range(8):  # two seconds
+                now += 0.25
+                rig.pool.check(now)
+            tokens += made
+            seen = read
+            await until(lambda seen=seen: read >= seen + 3)
+        await until(lambda: worker.health.state is State.EJECTED)
