@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
+from math import ceil
 from pathlib import Path
 from random import Random
 
@@ -30,17 +31,20 @@ import uvloop
 from rich.console import Console
 
 from extproc.demo import envoy_setup
-from extproc.demo.drill_report import Phase, Strike, print_report, summarise, worker_events
+from extproc.demo.drill_causes import Strike
+from extproc.demo.drill_report import Phase, print_report, summarise, worker_events
 from extproc.demo.loadgen import Result, ask
 from extproc.demo.personas import OUTPUT_TOKENS, Persona, make_persona, make_turn
 from extproc.demo.process import Process, ProcessError
 from extproc.demo.stack import Stack, StackConfig
+from extproc.emulator.engine import CostModel, EngineConfig
 
 MODEL = "emulated"
 
 #: A slower GPU than the emulator's default: the same load with fewer requests, which leaves the machine
 #: some air. Seconds a step, a prompt token, a decoding sequence.
 STEP_S, PREFILL_S, DECODE_S = 0.020, 5e-4, 4e-3
+STEP_TOKENS = EngineConfig().max_num_batched_tokens
 
 #: Prompts of agents, tokens; all of them fit into the caches of the workers that are left.
 PROMPT_TOKENS = (4_000, 6_000)
@@ -57,7 +61,7 @@ DOWN_S, STOP_S = 5.0, 10.0
 #: Factor of the slow worker.
 SLOWNESS = 10.0
 
-_PLAIN_WIDTH = 120
+_PLAIN_WIDTH = 160
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
             uvloop.run(drill.run())
             quiet, chaos = drill.phases
             events = worker_events(stack.router.log.read_text())
-            report = summarise(drill.results, quiet, chaos, drill.strikes, events)
+            report = summarise(drill.results, quiet, chaos, drill.strikes, events, alone_s)
     except (ProcessError, OSError) as error:
         print(f"extproc drill: {error}", file=sys.stderr)
         return 1
@@ -139,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
 def _tell_speed(bootstrap: envoy_setup.Json) -> None:
     for cluster in envoy_setup.pool_clusters(bootstrap):
         cluster["metadata"]["filter_metadata"][envoy_setup.POOL_METADATA] |= {
-            "prefill_tokens_per_s": round(1 / (PREFILL_S + STEP_S / 2048), 1),
+            "prefill_tokens_per_s": round(1 / (PREFILL_S + STEP_S / STEP_TOKENS), 1),
         }
 
 
@@ -153,6 +157,12 @@ def request_rate(workers: int, load: float, cold_share: float) -> float:
     new_tokens = cold_share * cold_tokens + (1 - cold_share) * NEW_TOKENS
     request_s = OUTPUT_TOKENS * DECODE_S + new_tokens * PREFILL_S
     return load * workers / request_s
+
+
+def alone_s(prompt_tokens: int) -> float:
+    """TTFT of so long a prompt on an idle worker that holds nothing of it."""
+    steps_s = ceil(prompt_tokens / STEP_TOKENS) * STEP_S
+    return CostModel().frontend_s(prompt_tokens) + prompt_tokens * PREFILL_S + steps_s
 
 
 class Drill:

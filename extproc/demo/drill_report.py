@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from extproc.demo.demo_report import percentile, seconds
+from extproc.demo.drill_causes import Cause, Strike, cause, first_seen, floor, lost
 from extproc.demo.loadgen import Result
 from extproc.routing.health import State
 
@@ -32,20 +34,6 @@ class Phase:
     end_s: float
 
 
-@dataclass(slots=True)
-class Strike:
-    """A fault at a worker: monotonic seconds for the requests, wall seconds for the router's log."""
-
-    fault: str
-    worker: str
-    began_s: float
-    began_wall_s: float
-    ended_s: float = 0.0
-    ended_wall_s: float = 0.0
-    slot_end_wall_s: float = 0.0
-    cuts: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class Event:
     """A line of the router's log: the worker's new state."""
@@ -61,6 +49,7 @@ class FaultFigures:
     """``ejected_s`` after the fault began, ``back_s`` (first traffic) and ``healthy_s`` after it ended.
 
     None: it never happened. ``cut``: streams that the worker was sending when it was killed.
+    ``slowest``: of all the run's slowest hundredth, those during this fault, by their cause.
     """
 
     fault: str
@@ -74,6 +63,7 @@ class FaultFigures:
     ejected_s: float | None
     back_s: float | None
     healthy_s: float | None
+    slowest: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +71,7 @@ class SlowRequest:
     """One of the slowest; ``after_s``: its start after the fault's."""
 
     fault: str
+    cause: str
     after_s: float
     ttft_s: float
     cached: float
@@ -89,7 +80,10 @@ class SlowRequest:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All figures. TTFT in seconds, of requests that succeeded."""
+    """All figures. TTFT in seconds, of requests that succeeded.
+
+    ``lost_prompts``, ``floor_p99_s``: see `extproc.demo.drill_causes`.
+    """
 
     quiet_requests: int
     chaos_requests: int
@@ -102,6 +96,8 @@ class Report:
     chaos_p99_s: float
     quiet_cached: float
     chaos_cached: float
+    lost_prompts: int
+    floor_p99_s: float
     false_ejections: int
     faults: tuple[FaultFigures, ...]
     slowest: tuple[SlowRequest, ...]
@@ -130,8 +126,9 @@ def summarise(
     chaos: Phase,
     strikes: Sequence[Strike],
     events: Sequence[Event],
+    alone_s: Callable[[int], float],
 ) -> Report:
-    """Figures from all requests and the router's log."""
+    """Figures from all requests and the router's log. ``alone_s``: see `floor`."""
     failures = [r for r in results if r.error and r.start_s >= quiet.begin_s]
     cut = [r for r in failures if any(_was_cut(r, strike) for strike in strikes)]
     failed = [r for r in failures if r not in cut]
@@ -149,6 +146,17 @@ def summarise(
         )
     ]
     ends = [s.began_s for s in strikes[1:]] + [chaos.end_s]
+    answered = sorted((r for r in second if not r.error), key=lambda r: r.ttft_s, reverse=True)
+    seen = first_seen(results)
+    slow = [
+        (r, strike, cause(r, strike, seen[r.persona] < r.start_s))
+        for r in answered[: max(SLOWEST, len(answered) // 100)]
+        for strike in [next(s for s in reversed(strikes) if s.began_s <= r.start_s)]
+    ]
+    causes: dict[int, Counter[str]] = {id(strike): Counter() for strike in strikes}
+    for _, strike, why in slow[: len(answered) // 100]:
+        causes[id(strike)][why.value] += 1
+    gone = lost([r for r in results if not r.error], strikes, chaos.end_s)
     return Report(
         quiet_requests=len(first),
         chaos_requests=len(second),
@@ -161,21 +169,33 @@ def summarise(
         chaos_p99_s=_ttft(second, 99),
         quiet_cached=_cached(first),
         chaos_cached=_cached(second),
+        lost_prompts=len(gone),
+        floor_p99_s=floor(
+            [r.ttft_s for r in first if not r.error],
+            [r.prompt_tokens for r in gone],
+            len(answered),
+            alone_s,
+        ),
         false_ejections=len(false),
         faults=tuple(
-            _figures(strike, _within(results, Phase(strike.began_s, end_s)), cut, failed, events)
+            _figures(
+                strike,
+                _within(results, Phase(strike.began_s, end_s)),
+                cut,
+                failed,
+                events,
+                causes[id(strike)],
+            )
             for strike, end_s in zip(strikes, ends, strict=True)
         ),
-        slowest=tuple(
-            _slow(result, next(s for s in reversed(strikes) if s.began_s <= result.start_s))
-            for result in sorted(second, key=lambda r: r.ttft_s, reverse=True)[:SLOWEST]
-        ),
+        slowest=tuple(_slow(*each) for each in slow[:SLOWEST]),
     )
 
 
-def _slow(result: Result, strike: Strike) -> SlowRequest:
+def _slow(result: Result, strike: Strike, why: Cause) -> SlowRequest:
     return SlowRequest(
         fault=strike.fault,
+        cause=why.value,
         after_s=round(result.start_s - strike.began_s, 2),
         ttft_s=round(result.ttft_s, 2),
         cached=round(result.cached_tokens / max(result.prompt_tokens, 1), 2),
@@ -199,6 +219,7 @@ def _figures(
     cut: Sequence[Result],
     failed: Sequence[Result],
     events: Sequence[Event],
+    slowest: Counter[str],
 ) -> FaultFigures:
     mine = [e for e in events if e.worker == strike.worker and e.wall_s >= strike.began_wall_s]
     until_s = strike.slot_end_wall_s
@@ -221,6 +242,7 @@ def _figures(
         ejected_s=out.wall_s - strike.began_wall_s if out else None,
         back_s=after_end(State.RETURNING.value),
         healthy_s=after_end(State.HEALTHY.value),
+        slowest=dict(slowest.most_common()),
     )
 
 
@@ -243,6 +265,7 @@ def print_report(console: Console, report: Report) -> None:
     columns = ("requests", "cut", "failed", "TTFT p99", "max", "noticed", "as", "trial", "healthy")
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("of the slowest 1 %")
     for row in report.faults:
         table.add_row(
             row.fault,
@@ -255,6 +278,7 @@ def print_report(console: Console, report: Report) -> None:
             row.cause or "-",
             _after(row.back_s),
             _after(row.healthy_s),
+            ", ".join(f"{count} {why}" for why, count in row.slowest.items()),
         )
     console.print(table)
     console.print("noticed: after the fault began; trial, healthy: after it ended (negative: before)")
@@ -264,6 +288,10 @@ def print_report(console: Console, report: Report) -> None:
         f"({report.quiet_requests:,} requests, {report.quiet_cached:.1%} cached), faults "
         f"{seconds(report.chaos_p50_s)}/{seconds(report.chaos_p99_s)} ({report.chaos_requests:,} requests, "
         f"{report.chaos_cached:.1%} cached): p99 x {ratio:.2f}"
+    )
+    console.print(
+        f"{report.lost_prompts} prompts lost their workers. If each were computed once, alone, and all else "
+        f"was as in the quiet: p99 {seconds(report.floor_p99_s)}."
     )
     console.print(
         f"Cut by a killed worker: {report.cut}. Failed otherwise: {report.failed}. "

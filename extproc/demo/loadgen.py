@@ -31,6 +31,7 @@ class Result:
     """One request; wall seconds, ``start_s`` and ``end_s`` on the monotonic clock.
 
     ``error``: why it failed, "" if it didn't. ``worker``: who answered. ``decision``: the debug header.
+    ``headers_s``: until the response's headers.
     """
 
     index: int
@@ -44,6 +45,7 @@ class Result:
     worker: str = ""
     decision: str = ""
     error: str = ""
+    headers_s: float = 0.0
 
 
 async def run(
@@ -82,6 +84,7 @@ async def ask(session: aiohttp.ClientSession, url: str, body: bytes, result: Res
     result.start_s = time.monotonic()
     try:
         async with session.post(url + "/v1/chat/completions", data=body, headers=_HEADERS) as response:
+            result.headers_s = time.monotonic() - result.start_s
             result.worker = response.headers.get(WORKER_HEADER, "")
             result.decision = response.headers.get(DEBUG_HEADER, "")
             if response.status != 200:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from extproc.demo.drill_report import Event, Phase, Report, Strike, summarise, worker_events
+from extproc.demo.drill_causes import Strike
+from extproc.demo.drill_report import Event, Phase, Report, summarise, worker_events
 from extproc.demo.loadgen import Result
 
 
@@ -41,12 +42,14 @@ def test_an_unknown_fault_is_refused() -> None:
 
 
 def result(start_s: float, *, worker: str = "w", error: str = "", ttft_s: float = 0.1) -> Result:
-    return Result(0, 0, start_s, start_s + 1.0, 0.0 if error else ttft_s, 100, 90, 5, worker, error)
+    return Result(0, 0, start_s, start_s + 1.0, 0.0 if error else ttft_s, 100, 90, 5, worker, error=error)
 
 
 def report(*results: Result, events: tuple[Event, ...] = (), cuts: bool = True) -> Report:
     strike = Strike("kill", "w", 20.0, 1020.0, 25.0, 1025.0, 1030.0, cuts=cuts)
-    return summarise(results, Phase(10.0, 20.0), Phase(20.0, 30.0), [strike], events)
+    return summarise(
+        results, Phase(10.0, 20.0), Phase(20.0, 30.0), [strike], events, lambda tokens: tokens / 100
+    )
 
 
 def test_what_counts_as_cut() -> None:
@@ -100,3 +103,32 @@ def test_times_come_from_the_routers_log() -> None:
     assert kill.cause == "refused"
     assert (kill.ejected_s, kill.back_s, kill.healthy_s) == pytest.approx((0.5, 1.5, 4.5))
     assert it.false_ejections == 1
+
+
+def request(
+    persona: int, start_s: float, ttft_s: float, cached: int, worker: str, headers_s: float
+) -> Result:
+    return Result(0, persona, start_s, start_s + 5.0, ttft_s, 200, cached, 5, worker, "", "", headers_s)
+
+
+def test_the_slowest_are_told_by_their_cause() -> None:
+    """Five of five hundred are slow, so that these are the slowest hundredth."""
+    usual = [request(i % 4, 10.0 + i * 0.02, 0.1, 190, "w" if i % 4 < 2 else "v", 0.01) for i in range(500)]
+    late = [request(i % 4, 21.0 + i * 0.001, 0.1, 190, "v", 0.01) for i in range(500)]
+    slow = [
+        request(0, 20.5, 3.0, 0, "v", 0.01),
+        request(1, 20.6, 4.0, 0, "v", 1.2),
+        request(2, 20.7, 3.0, 190, "v", 0.01),
+        request(9, 20.8, 3.0, 0, "v", 0.01),
+        request(3, 20.9, 3.0, 150, "w", 0.01),
+    ]
+    it = report(*usual, *slow, *late)
+    assert it.faults[0].slowest == {
+        "behind others": 2,
+        "computed anew": 1,
+        "waited for headers": 1,
+        "never seen": 1,
+    }
+    assert it.lost_prompts == 2  # those of the worker that was killed, once each
+    assert it.floor_p99_s == 0.1  # two of 505 are less than a hundredth
+    assert report(*usual, *slow).floor_p99_s == 2.0
