@@ -128,7 +128,7 @@ async def reset_a_stream(http: Client, text: str) -> str:
 async def be_refused(http: Client, text: str) -> str:
     """No worker has the first token within a microsecond."""
     answer = await http.ask(text, headers={SLO_HEADER: "0.001"})
-    assert (answer.status, answer.worker) == (429, "")
+    assert (answer.status, answer.worker) == (429, ""), answer
     return "refused"
 
 
