@@ -32,7 +32,7 @@ from extproc.router import Router, Routing
 from extproc.routing import fairness, heat, retries
 
 SETTINGS = PoolSettings(cache_tokens=20_000, tenant_header="x-tenant", retry_budget=0.2, shed_after_ms=5000)
-ROUND = 700  # requests
+ROUND = 400  # requests
 ROUNDS = 3
 
 #: Not looked into: code, and what is bounded by the number of its entries, whatever these say.
@@ -195,8 +195,8 @@ def test_requests_leave_nothing_once_the_tables_are_full() -> None:
 def test_workers_that_are_gone_are_forgotten() -> None:
     traffic = Traffic()
     gone: set[str] = set()
-    for _ in range(60):
-        traffic.ask(25, tenants=5)
+    for _ in range(40):
+        traffic.ask(15, tenants=3)
         gone.add(traffic.replace_a_worker())
     traffic.rest()
     traffic.replace_a_worker()
@@ -214,7 +214,7 @@ def test_pools_that_are_gone_are_forgotten() -> None:
     names = [f"pool-of-release-{number}" for number in range(20)]
     for name in names:
         traffic.reload(traffic.config(range(8000, 8004), name))
-        traffic.ask(25, tenants=5)
+        traffic.ask(15, tenants=5)
     traffic.rest()
     traffic.wait_an_hour()
     traffic.reload(traffic.router.config)
