@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from counted import total
 from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -89,7 +90,7 @@ class Life:
         return {w.address: w.in_flight for w in self.router.pools[pool].workers if w.in_flight}
 
     def count(self, name: str, **labels: str) -> float:
-        return self.observer.registry.get_sample_value(name, labels) or 0.0
+        return total(self.observer.registry, name, **labels)
 
     def expect_nothing_in_flight(self) -> None:
         assert self.in_flight() == {}

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
+from counted import total
 
 from extproc.demo.process import free_ports
 from extproc.engine import prober as probing
@@ -89,7 +90,7 @@ class Rig:
 
     def ejections(self, cause: str) -> float:
         labels = {"pool": "pool", "cause": cause}
-        return self.observer.registry.get_sample_value("extproc_ejections_total", labels) or 0.0
+        return total(self.observer.registry, "extproc_ejections_total", **labels)
 
 
 @asynccontextmanager

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
+from counted import total
 from prometheus_client import generate_latest
 
 from extproc.demo.process import Process, answers, free_ports
@@ -92,7 +93,7 @@ class Rig:
 
     def failures(self, reason: str) -> float:
         labels = {"pool": "pool", "reason": reason}
-        return self.observer.registry.get_sample_value("extproc_engine_scrape_failures_total", labels) or 0.0
+        return total(self.observer.registry, "extproc_engine_scrape_failures_total", **labels)
 
     def gauge(self, name: str, port: int) -> float | None:
         return self.observer.registry.get_sample_value(name, {"pool": "pool", "worker": address(port)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import socket
@@ -20,6 +21,7 @@ import grpc
 import grpc.aio
 import pytest
 import yaml
+from counted import total
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from extproc.errors import ListenError
@@ -97,7 +99,7 @@ class Running:
         return (await health_pb2_grpc.HealthStub(self.channel).Check(request)).status
 
     def count(self, name: str, **labels: str) -> float:
-        return self.observer.registry.get_sample_value(name, labels) or 0.0
+        return total(self.observer.registry, name, **labels)
 
     @property
     def in_flight(self) -> int:
@@ -215,7 +217,10 @@ async def test_pings_are_welcome() -> None:
 
 async def test_a_client_that_is_gone_without_a_word_is_noticed() -> None:
     async with running(keepalive_s=1.0) as it:
-        child = await asyncio.create_subprocess_exec(sys.executable, __file__, it.address)
+        tests = str(Path(__file__).parents[1])  # as pytest has it
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, __file__, it.address, env=os.environ | {"PYTHONPATH": tests}
+        )
         try:
             await until(lambda: it.in_flight == 1, timeout_s=30.0)
             child.send_signal(signal.SIGSTOP)
