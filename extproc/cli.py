@@ -18,6 +18,7 @@ COMMANDS = {
     "health": ("extproc.health", "ask a running router whether it serves"),
     "top": ("extproc.live.top", "a running router, live: load, hit rates, hot prefixes, decisions"),
     "explain": ("extproc.explain", "what would become of a request, and why"),
+    "lint": ("extproc.lint.command", "which prompts break their own caching, where, and at what cost"),
     "demo": ("extproc.demo.demo", "real Envoy, the router and emulated workers: see the difference"),
     "traffic": ("extproc.demo.traffic", "agents' traffic for a stack that runs already"),
     "drill": ("extproc.demo.drill", "break emulated workers under load: what do clients notice?"),

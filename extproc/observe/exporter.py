@@ -1,9 +1,10 @@
 """The router's second port, for people and for Prometheus.
 
 ``GET /metrics`` (and ``/``) is the registry, written in a thread, off the event loop. ``POST /explain`` takes
-a request's body and says what would become of the request, as JSON (`extproc.routing.explanation`). It
-changes nothing. As it tells what the caches hold, it answers this machine only (`extproc.observe.local`), as
-do the paths that others bring along.
+a request's body and says what would become of the request, as JSON (`extproc.routing.explanation`).
+``GET /forks`` says where the prompts in each pool's picture part (`extproc.routing.forks`). Both change
+nothing. As they tell what the caches hold, they answer this machine only (`extproc.observe.local`), as do the
+paths that others bring along.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from extproc.fleet.settings import ROUTE_PREFIX, route_overrides
 from extproc.observe.local import local_only
 from extproc.observe.page import page
 from extproc.router import Router
+from extproc.routing.forks import find_forks
 
 EXPLAIN_PATH = "/explain"
+FORKS_PATH = "/forks"
 
 #: Query parameter of ``/explain``: the path that the request would have.
 PATH_PARAMETER = "path"
@@ -48,6 +51,7 @@ class Exporter:
                 web.get("/", self._metrics),
                 web.get("/metrics", self._metrics),
                 web.post(EXPLAIN_PATH, local_only(self._explain)),
+                web.get(FORKS_PATH, local_only(self._forks)),
                 *further,
             ]
         )
@@ -96,3 +100,7 @@ class Exporter:
             pools = ", ".join(sorted(self._router.pools)) or "none"
             raise web.HTTPNotFound(text=f"which pool? There are: {pools}\n")
         return web.json_response(body=msgspec.json.encode(explanation))
+
+    async def _forks(self, request: web.Request) -> web.Response:
+        forks = {name: find_forks(pool.picture) for name, pool in self._router.pools.items()}
+        return web.json_response(body=msgspec.json.encode(forks))
