@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
-from math import ceil
 from pathlib import Path
 from random import Random
 
@@ -32,34 +31,28 @@ from rich.console import Console
 
 from extproc.demo import envoy_setup
 from extproc.demo.drill_causes import Strike
-from extproc.demo.drill_report import Phase, print_report, summarise, worker_events
+from extproc.demo.drill_plan import (
+    DECODE_S,
+    DOWN_S,
+    FAULT_S,
+    FAULT_SHARE,
+    PREFILL_S,
+    PREFILL_TOKENS_PER_S,
+    PROMPT_TOKENS,
+    SLOWNESS,
+    STEP_S,
+    STOP_S,
+    alone_s,
+    request_rate,
+)
+from extproc.demo.drill_report import Phase, Report, print_report, summarise, worker_events
+from extproc.demo.drill_virtual import VirtualDrill
 from extproc.demo.loadgen import Result, ask
-from extproc.demo.personas import OUTPUT_TOKENS, Persona, make_persona, make_turn
+from extproc.demo.personas import Persona, make_persona, make_turn
 from extproc.demo.process import Process, ProcessError
 from extproc.demo.stack import Stack, StackConfig
-from extproc.emulator.engine import CostModel, EngineConfig
 
 MODEL = "emulated"
-
-#: A slower GPU than the emulator's default: the same load with fewer requests, which leaves the machine
-#: some air. Seconds a step, a prompt token, a decoding sequence.
-STEP_S, PREFILL_S, DECODE_S = 0.020, 5e-4, 4e-3
-STEP_TOKENS = EngineConfig().max_num_batched_tokens
-
-#: Prompts of agents, tokens; all of them fit into the caches of the workers that are left.
-PROMPT_TOKENS = (4_000, 6_000)
-
-#: Of a prompt whose head is cached, about so many tokens are new.
-NEW_TOKENS = 120
-
-#: A fault lasts for this share of its slot, and no longer than FAULT_S; the rest is for recovery.
-FAULT_SHARE, FAULT_S = 0.45, 20.0
-
-#: A process that was killed is started again after this; one that was stopped goes on after ``STOP_S``.
-DOWN_S, STOP_S = 5.0, 10.0
-
-#: Factor of the slow worker.
-SLOWNESS = 10.0
 
 _PLAIN_WIDTH = 160
 
@@ -90,6 +83,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--faults", default=",".join(FAULTS), help="which, in which order (default: %(default)s)")
     add("--seed", type=int, default=1, help="of prompts and arrivals (default: %(default)s)")
+    add(
+        "--virtual",
+        action="store_true",
+        help="in virtual time, without processes: seconds, and the same each time",
+    )
     add("--json", type=Path, metavar="FILE", help="write the figures there, too")
     add("--keep-logs", action="store_true", help="keep the folder with YAML and logs")
 
@@ -105,26 +103,12 @@ def run(args: argparse.Namespace) -> int:
             f"extproc drill: --faults {unknown[0]}: unknown; choose from {', '.join(FAULTS)}", file=sys.stderr
         )
         return 2
-    costs = ("--step-s", str(STEP_S), "--prefill-s", str(PREFILL_S), "--decode-s", str(DECODE_S))
-    config = StackConfig(
-        workers=args.workers,
-        worker_arguments=("--model", MODEL, "--stream-interval", "20", *costs),
-        edit=_tell_speed,
-        keep_logs=args.keep_logs,
-    )
     try:
-        with Stack(config) as stack:
-            drill = Drill(stack, args, console)
-            uvloop.run(drill.run())
-            quiet, chaos = drill.phases
-            events = worker_events(stack.router.log.read_text())
-            report = summarise(drill.results, quiet, chaos, drill.strikes, events, alone_s)
+        report = _virtual(args) if args.virtual else _real(args, console)
     except (ProcessError, OSError) as error:
         print(f"extproc drill: {error}", file=sys.stderr)
         return 1
     print_report(console, report)
-    if args.keep_logs:
-        console.print(f"Logs: {stack.folder}")
     if args.json:
         settings = {
             "seconds": args.seconds,
@@ -133,36 +117,44 @@ def run(args: argparse.Namespace) -> int:
             "load": args.load,
             "personas": args.personas,
             "cold_share": args.cold_share,
-            "requests_per_s": drill.rate,
+            "requests_per_s": request_rate(args.workers, args.load, args.cold_share),
             "seed": args.seed,
+            "virtual": args.virtual,
         }
         args.json.write_text(json.dumps({"settings": settings} | asdict(report), indent=2) + "\n")
     return 0 if report.passed else 1
 
 
+def _virtual(args: argparse.Namespace) -> Report:
+    drill = VirtualDrill(args).run()
+    quiet, chaos = drill.phases
+    return summarise(drill.results, quiet, chaos, drill.strikes, drill.events, alone_s)
+
+
+def _real(args: argparse.Namespace, console: Console) -> Report:
+    costs = ("--step-s", str(STEP_S), "--prefill-s", str(PREFILL_S), "--decode-s", str(DECODE_S))
+    config = StackConfig(
+        workers=args.workers,
+        worker_arguments=("--model", MODEL, "--stream-interval", "20", *costs),
+        edit=_tell_speed,
+        keep_logs=args.keep_logs,
+    )
+    with Stack(config) as stack:
+        drill = Drill(stack, args, console)
+        uvloop.run(drill.run())
+        quiet, chaos = drill.phases
+        events = worker_events(stack.router.log.read_text())
+        report = summarise(drill.results, quiet, chaos, drill.strikes, events, alone_s)
+    if args.keep_logs:
+        console.print(f"Logs: {stack.folder}")
+    return report
+
+
 def _tell_speed(bootstrap: envoy_setup.Json) -> None:
     for cluster in envoy_setup.pool_clusters(bootstrap):
         cluster["metadata"]["filter_metadata"][envoy_setup.POOL_METADATA] |= {
-            "prefill_tokens_per_s": round(1 / (PREFILL_S + STEP_S / STEP_TOKENS), 1),
+            "prefill_tokens_per_s": PREFILL_TOKENS_PER_S,
         }
-
-
-def request_rate(workers: int, load: float, cold_share: float) -> float:
-    """Requests a second that keep the workers busy for this share of their time, with these caches full.
-
-    A step with ``b`` sequences takes ``STEP_S + b DECODE_S``, so a request costs ``DECODE_S + STEP_S / b`` a
-    token; at full load ``b`` is large.
-    """
-    cold_tokens = sum(PROMPT_TOKENS) / 2
-    new_tokens = cold_share * cold_tokens + (1 - cold_share) * NEW_TOKENS
-    request_s = OUTPUT_TOKENS * DECODE_S + new_tokens * PREFILL_S
-    return load * workers / request_s
-
-
-def alone_s(prompt_tokens: int) -> float:
-    """TTFT of so long a prompt on an idle worker that holds nothing of it."""
-    steps_s = ceil(prompt_tokens / STEP_TOKENS) * STEP_S
-    return CostModel().frontend_s(prompt_tokens) + prompt_tokens * PREFILL_S + steps_s
 
 
 class Drill:

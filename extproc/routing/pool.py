@@ -258,7 +258,7 @@ class Pool:
             return
         bound_s = self._patience.header_timeout_s(self.settings.header_timeout_s)
         if after_s > 1.9 * bound_s > 0.0:  # two in a row took too long
-            self._patience.came(bound_s, now)
+            self._patience.too_short()
 
     def _stop_waiting(self, ticket: Ticket) -> None:
         if ticket.waiting and ticket.decision is not None:

@@ -33,6 +33,22 @@ def test_a_short_drill(tmp_path: Path) -> None:
     assert "Failed otherwise: 0." in done.stdout
 
 
+def test_faults_cost_little_more_than_they_must(tmp_path: Path) -> None:
+    """In virtual time, so whatever this machine does: all prompts warm, the hardest case for the tail."""
+    figures = tmp_path / "drill.json"
+    command = [sys.executable, "-m", "extproc.cli", "drill", "--virtual", "--cold-share", "0"]
+    command += ["--warm-up-s", "60", "--quiet-s", "30", "--json", str(figures)]
+    command += ["--seconds", "150", "--faults", "slow,hang,kill"]
+    subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    report = json.loads(figures.read_text())
+    assert report["failed"] == 0, report["first_error"]
+    assert report["false_ejections"] == 0
+    causes = {fault["fault"]: fault["cause"] for fault in report["faults"]}
+    assert causes == {"slow": "slow", "hang": "silent", "kill": "refused"}
+    assert report["chaos_p99_s"] < 1.5 * report["floor_p99_s"]
+    assert max(fault["ttft_p99_s"] for fault in report["faults"]) < 2.5 * report["floor_p99_s"]
+
+
 def test_an_unknown_fault_is_refused() -> None:
     command = [sys.executable, "-m", "extproc.cli", "drill", "--faults", "kill,fire"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -6,7 +6,7 @@ import pytest
 
 from extproc.fleet.config import EndpointConfig, PoolConfig, PoolSettings
 from extproc.prefix import PrefixChain
-from extproc.routing.patience import LEAST_COUNT, LEAST_HEADER_S, LEAST_SILENCE_S, PERIOD_S, Patience
+from extproc.routing.patience import LEAST_COUNT, LEAST_HEADER_S, LEAST_SILENCE_S, PERIOD_S, SPARED, Patience
 from extproc.routing.pool import Pool
 
 
@@ -35,6 +35,13 @@ def test_multiples_of_the_slowest_within_bounds(after_s: float, header_s: float,
 def test_as_configured_while_little_is_known() -> None:
     it = patience(0.001, LEAST_COUNT - 1)
     assert (it.header_timeout_s(3.0), it.silence_s(2.0)) == (3.0, 2.0)
+
+
+def test_a_few_that_are_slower_do_not_count() -> None:
+    it = patience(0.01)
+    for spared in range(1, SPARED + 2):
+        it.came(2.0, 1.0)
+        assert it.header_timeout_s(3.0) == (LEAST_HEADER_S if spared <= SPARED else 3.0)
 
 
 def test_never_above_what_is_configured_and_off_stays_off() -> None:
