@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate, zip_longest
@@ -209,7 +209,7 @@ def _join_order(
         end = offsets[here[-1] + 1 if here else start]
         for side in (come, gone):
             side[last] = Counter({norm: n for norm, n in side[last].items() if norm in moved})
-    all_come, all_gone = (sum(side[first : last + 1], Counter()) for side in (come, gone))
+    all_come, all_gone = (_sum(side[first : last + 1]) for side in (come, gone))
     moved_bytes = gaps.bytes_of(all_come & all_gone)
     if moved_bytes < _MOVED_SHARE * max(gaps.bytes_of(all_come), gaps.bytes_of(all_gone)):
         return
@@ -221,6 +221,13 @@ def _join_order(
     found[first] = Difference(
         Sort.ORDER, start_gap.start, end, b"", b"", is_json, moved_bytes=min(span, moved_bytes + between)
     )
+
+
+def _sum(counters: Iterable[Counter[int]]) -> Counter[int]:
+    total: Counter[int] = Counter()
+    for counter in counters:
+        total.update(counter)
+    return total
 
 
 def _spellings(

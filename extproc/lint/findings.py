@@ -42,13 +42,13 @@ _SESSION_REUSE = 1.5
 class Family:
     """Requests of one template.
 
-    ``is_loose``: its first request shared less than half with another family, ``is_confirmed``: and so did
-    later ones with it. ``tokens``: of all their prompts. ``sites``: by the text that follows.
+    ``is_loose``: its first request shared something with another family. ``least_share``: the least that a
+    request shared with it when it came. ``tokens``: of all their prompts. ``sites``: by the text that follows.
     """
 
     number: int
     is_loose: bool = False
-    is_confirmed: bool = False
+    least_share: float = 1.0
     requests: int = 0
     tokens: float = 0.0
     sites: dict[int, list[_Site]] = field(default_factory=dict)

@@ -103,7 +103,7 @@ ADVICE: dict[Kind, Advice] = {
         "Put them in one order, for example sorted by their ids, or behind what stays the same.",
     ),
     Kind.BLOCK: Advice(
-        "Documents or examples that change, before a part that stays",
+        "A passage that changes (documents, memory), before text that stays",
         "Put the part that stays first, and what was retrieved or chosen for this request behind it.",
     ),
     Kind.HISTORY: Advice(

@@ -28,11 +28,16 @@ _NAMED_BAD_LINES = 20
 _FAMILY_SHARE = 0.6
 
 #: Less, down to this, may be a template around passages that are new each time, or only the words that all of
-#: a company's prompts share. It is a template when it happens again to a request that this happened to.
+#: a company's prompts share. It is a template if the family's own requests share little more than that, or, as
+#: long as it has one only, if that one shared little with another.
 _LOOSE_SHARE = 0.3
+_SLACK_SHARE = 0.2
 
 #: Families told apart at a time; the least recently seen are forgotten first.
 _MAX_FAMILIES = 100_000
+
+#: Differences that may make up one passage.
+_MAX_PARTS = 300
 
 _TOKEN_ID_BYTES = 4
 
@@ -180,13 +185,13 @@ class Linter:
     def _family(self, own: int, nearest: int, share: float) -> Family:
         """A request's family: the nearest, or one of its ``own``."""
         family = self._families.get(nearest)
-        if family is not None and (
-            share >= _FAMILY_SHARE
-            or (share >= _LOOSE_SHARE and family.is_loose and (family.requests == 1 or family.is_confirmed))
-        ):
-            family.is_confirmed |= share < _FAMILY_SHARE
-            self._families.move_to_end(nearest)
-            return family
+        if family is not None:
+            alone = family.requests == 1
+            least = (0.0 if family.is_loose else 1.0) if alone else family.least_share - _SLACK_SHARE
+            if share >= min(_FAMILY_SHARE, max(_LOOSE_SHARE, least)):
+                family.least_share = min(family.least_share, share)
+                self._families.move_to_end(nearest)
+                return family
         family = self._families.get(own)
         if family is None:
             family = self._families[own] = Family(own, is_loose=share >= _LOOSE_SHARE)
@@ -230,6 +235,8 @@ class Linter:
             if verdict is None:
                 break
             if not verdict.kinds:
+                if len(difference.others) > _MAX_PARTS:
+                    break  # hundreds of places: these are two texts, not one with a passage in it
                 passage = difference
                 continue
             lost = _bytes_lost(difference, verdict.equal_end, request.hit_bytes)

@@ -24,12 +24,12 @@ def show(linter: Linter, findings: Sequence[Finding], rate: Rate) -> str:
     """Everything for a terminal."""
     totals = linter.totals
     lines = [
-        f"{totals.requests:,} requests, {totals.tokens:,} prompt tokens,"
+        f"{_many(totals.requests, 'request')}, {totals.tokens:,} prompt tokens,"
         f" {_share(totals.hit_tokens, totals.tokens)} of them cached when their request comes;"
-        f" {linter.families:,} templates"
+        f" {_many(linter.families, 'template')}"
     ]
     if totals.bad_lines:
-        lines.append(f"{totals.bad_lines:,} lines could not be used:")
+        lines.append(f"{_many(totals.bad_lines, 'line')} could not be used:")
         lines += [f"  {bad.file}:{bad.line}: {bad.why}" for bad in totals.named_bad_lines]
         if totals.bad_lines > len(totals.named_bad_lines):
             lines.append(f"  … and {totals.bad_lines - len(totals.named_bad_lines):,} more")
@@ -41,7 +41,7 @@ def show(linter: Linter, findings: Sequence[Finding], rate: Rate) -> str:
     faults = [f for f in findings if not f.hint]
     lost = sum(f.tokens for f in faults)
     lines.append(
-        f"{len(faults)} faults cost {lost:,} tokens here, {_share(lost, totals.tokens)} of all"
+        f"{_many(len(faults), 'fault')}: {lost:,} tokens lost here, {_share(lost, totals.tokens)} of all"
         if faults
         else "no prompt breaks its own caching"
     )
@@ -155,6 +155,10 @@ def _tenants(finding: Finding) -> str:
     named = ", ".join(tenants[:_NAMED_TENANTS])
     more = len(tenants) - _NAMED_TENANTS
     return f"; tenants {named}{f' and {more:,} more' if more > 0 else ''}"
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _share(part: float, whole: float) -> str:

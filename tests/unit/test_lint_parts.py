@@ -7,19 +7,22 @@ import json
 from array import array
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lint_traffic import CLEAN, FAULTS, make_apps, make_log
 
 from extproc.lint.alignment import align
 from extproc.lint.costs import rate_of
 from extproc.lint.differences import Sort, compare
 from extproc.lint.kinds import ADVICE, Kind, value_kinds
-from extproc.lint.linter import Totals
+from extproc.lint.linter import Linter, Options, Totals
 from extproc.lint.log import BadLine, Entry, LogError, read_logs
 from extproc.lint.memory import Memory, Remembered
+from extproc.lint.report import as_json, show
 from extproc.lint.text import cut, data_of, normal_form, place_of
 from extproc.prompt import Prompt, read_prompt
 from extproc.routing.demand import digest
@@ -281,6 +284,41 @@ def test_memory_gives_back_what_it_takes(prompts: list[list[int]]) -> None:
         assert len(memory) == 1
         assert len(memory._numbers) == len(set(chunks))
         assert len(memory._norms) == len(set(memory.norms(chunks)))
+
+
+# --- whatever comes ----------------------------------------------------------------------------------
+
+
+def test_mangled_logs(tmp_path: Path) -> None:
+    """Bytes changed, cut out and put in, keys renamed: lines are read or named, and nothing is raised."""
+    random = Random(1)
+    lines = make_log(1, lambda r: make_apps(r, sorted(FAULTS), sorted(CLEAN)), 400).lines
+    file = tmp_path / "log.jsonl"
+    file.write_bytes(b"\n".join(mangled(line.encode(), random).replace(b"\n", b"") for line in lines))
+    linter = Linter(Options(show_chars=20, memory_bytes=1_000_000))
+    linter.read(read_logs([str(file)]))
+    assert linter.totals.bad_lines > 50
+    assert linter.totals.requests > 100
+    findings = linter.report(min_tokens=1, min_share=0.0)
+    rate = rate_of(linter.totals, requests_per_day=None, prefill_tokens_per_s=10_000.0)
+    assert max(map(len, show(linter, findings, rate).splitlines())) <= 100
+    json.dumps(as_json(linter, findings, rate))
+
+
+def mangled(line: bytes, random: Random) -> bytes:
+    at, size = random.randrange(len(line)), random.randrange(200)
+    keys = [b'"content"', b'"role"', b'"tools"', b'"messages"', b'"type"', b'"prompt"', b'"documents"']
+    match random.randrange(5):
+        case 0:
+            return line[:at] + bytes([random.randrange(256)]) + line[at + 1 :]
+        case 1:
+            return line[:at] + line[at + size :]
+        case 2:
+            return line[:at] + line[at // 2 : at // 2 + size] + line[at:]
+        case 3:
+            return line.replace(random.choice(keys), random.choice(keys), 1)
+        case _:
+            return line
 
 
 # --- costs -------------------------------------------------------------------------------------------
