@@ -311,7 +311,7 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Ejections by cause",
             "Good: none. refused: nobody listens; silent, unresponsive: it hangs; unreached: Envoy's retry"
-            " found another, mostly overload; error: 5xx.",
+            " found another, mostly overload; error: 5xx; slow: far fewer tokens than usual.",
             {f"sum by (cause) ({more('extproc_ejections_total')})": "{{cause}}"},
         ),
         Panel(
