@@ -96,11 +96,12 @@ def ask(server: str, body: bytes, *, path: str, headers: dict[str, str], pool: s
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:  # noqa: S310 - http, see above
             return msgspec.json.decode(response.read(), type=Explanation)
     except urllib.error.HTTPError as error:
-        raise ExplainError(
-            f"{server}: {error.code}: {error.read().decode(errors='replace').strip()}"
-        ) from error
+        said = error.read().decode(errors="replace").strip().removeprefix(f"{error.code}: ")
+        hint = "; is this the router's --metrics address?" if said == "Not Found" else ""
+        raise ExplainError(f"{server}: {error.code}: {said}{hint}") from error
     except (OSError, ValueError) as error:
-        raise ExplainError(f"{server}: {error}; is this the router's --metrics address?") from error
+        why = getattr(error, "reason", error)  # of urllib's wrapping
+        raise ExplainError(f"{server}: {why}; is this the router's --metrics address?") from error
 
 
 def of_yaml(

@@ -71,6 +71,10 @@ async def _traffic(args: argparse.Namespace) -> int:
             model = args.model or await _model(session, args.url, args.wait_s, stop)
         except (aiohttp.ClientError, OSError, TimeoutError, LookupError, msgspec.DecodeError) as error:
             print(f"extproc traffic: {args.url}/v1/models: {error or type(error).__name__}", file=sys.stderr)
+            print(
+                "Is --url the address of your Envoy, is it up, and are there workers behind it?",
+                file=sys.stderr,
+            )
             return 2
         if stop.is_set():
             return 130
@@ -163,6 +167,7 @@ async def _wait(event: asyncio.Event) -> None:
 async def _model(session: aiohttp.ClientSession, url: str, wait_s: float, stop: asyncio.Event) -> str:
     """The first model that is served there; waits for the stack to come up."""
     deadline = time.monotonic() + wait_s
+    told = False
     while True:
         try:
             async with session.get(f"{url}/v1/models", timeout=aiohttp.ClientTimeout(10)) as response:
@@ -174,6 +179,9 @@ async def _model(session: aiohttp.ClientSession, url: str, wait_s: float, stop: 
             problem = error
         if time.monotonic() > deadline:
             raise problem
+        if not told:
+            told = True
+            print(f"waiting for {url}, up to {wait_s:g} s ...", file=sys.stderr, flush=True)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), _PATIENCE_S)
         if stop.is_set():

@@ -31,7 +31,7 @@ BIN = Path(sys.executable).parent
 def commands() -> list[str]:
     """Every command: the lines of the sh blocks, without comments, and what stands inline."""
     blocks = "\n".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL)).replace("\\\n", " ")
-    lines = [re.sub(r"(^|\s)#.*", "", line).strip() for line in blocks.splitlines()]
+    lines = [re.sub(r"((^|\s)#.*|&\s*(#.*)?$)", "", line).strip() for line in blocks.splitlines()]
     prose = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
     inline = re.findall(r"`((?:extproc|make|docker compose|curl|pip|kubectl|envoy) [^|`\n]+)`", prose)
     names = {f"extproc {name}" for name in COMMANDS}  # where prose speaks of a command
@@ -39,6 +39,7 @@ def commands() -> list[str]:
 
 
 #: Run as they stand, in this order, on one machine.
+WORKERS = "for port in 8001 8002 8003 8004; do extproc worker --port $port & done"
 SET_UP = [
     "extproc serve --envoy-config envoy/envoy.yaml --metrics 127.0.0.1:9090 --page",
     "envoy -c envoy/envoy.yaml",
@@ -67,12 +68,12 @@ ELSEWHERE = {
     "make test": "",
     "extproc demo --help": "tests/e2e/test_demo.py",
     "kubectl apply -k envoy/istio": "tests/e2e/test_istio.py",
-    "pip install .": "",
+    "pip install '.[local]'": "",
 }
 
 
 def test_no_command_is_left_out():
-    known = {*SET_UP, *AGAINST_IT, *ALONE, *ELSEWHERE}
+    known = {WORKERS, *SET_UP, *AGAINST_IT, *ALONE, *ELSEWHERE}
     assert [c for c in commands() if c not in known and not c.startswith("docker compose")] == []
     assert [c for c in known if c not in commands()] == []
 
@@ -191,11 +192,11 @@ INSIDE = """
             except OSError:
                 time.sleep(0.2)
         sys.exit(f"{url} doesn't answer")
+    os.setpgid(0, 0)  # a group of its own, to end it as one
     running = []
     try:
+        running.append(subprocess.Popen(WORKERS + "; wait", shell=True, stdout=subprocess.DEVNULL))
         for port in range(8001, 8005):
-            worker = ["extproc", "worker", "--port", str(port), "--speedup", "20"]
-            running.append(subprocess.Popen(worker, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
             wait(f"http://127.0.0.1:{port}/health")
         for command in SET_UP:
             running.append(subprocess.Popen(shlex.split(command), stderr=open("log", "a")))
@@ -207,8 +208,8 @@ INSIDE = """
             if done.returncode:
                 sys.exit(f"{command}: exit status {done.returncode}")
     finally:
-        for process in running:
-            process.send_signal(signal.SIGINT)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGTERM)  # all that was started here, also by shells
         for process in running:
             process.wait(60)
 """
@@ -220,7 +221,9 @@ def test_the_five_minute_set_up(desk):
     script = desk / "inside.py"
     shorter = [command.replace("--seconds 30", "--seconds 8") for command in AGAINST_IT]
     shorter = [command + " --once" if command == "extproc top" else command for command in shorter]
-    script.write_text(f"SET_UP = {SET_UP!r}\nAGAINST_IT = {shorter!r}\n{textwrap.dedent(INSIDE)}")
+    script.write_text(
+        f"WORKERS = {WORKERS!r}\nSET_UP = {SET_UP!r}\nAGAINST_IT = {shorter!r}\n{textwrap.dedent(INSIDE)}"
+    )
     shown = run(f"unshare -rn {sys.executable} {script}", desk)
     assert "affinity" in shown
     assert "pick: 127.0.0.1:80" in shown
