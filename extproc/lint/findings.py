@@ -43,7 +43,7 @@ class Family:
     """Requests of one template.
 
     ``is_loose``: its first request shared something with another family. ``least_share``: the least that a
-    request shared with it when it came. ``tokens``: of all their prompts. ``sites``: by the text that follows.
+    request shared with it when it came. ``tokens``: of all their prompts. ``sites``: by the text behind them.
     """
 
     number: int
@@ -270,7 +270,7 @@ def _merged(sites: Iterable[_Site]) -> list[_Site]:
                 other.family is site.family
                 and other.kind == site.kind
                 and (other.place.message, other.place.part) == (site.place.message, site.place.part)
-                and abs(other.place.token - site.place.token) <= _NEAR_TOKENS
+                and (site.kind is Kind.ORDER or abs(other.place.token - site.place.token) <= _NEAR_TOKENS)
             ):
                 other.join(site)
                 break

@@ -24,12 +24,15 @@ from extproc.routing.cache import CachePicture
 #: Bad lines that are named; all are counted.
 _NAMED_BAD_LINES = 20
 
-#: A request belongs to a family if this share of its opening is the family's.
-_FAMILY_SHARE = 0.6
+#: A request belongs to a family if this share of its head is the family's.
+_FAMILY_SHARE = 0.5
 
-#: Less, down to this, may be a template around passages that are new each time, or only the words that all of
-#: a company's prompts share. It is a template if the family's own requests share little more than that, or, as
-#: long as it has one only, if that one shared little with another.
+#: A shorter head (tools and system prompt) says little; then the first message counts, too.
+_TELLING_HEAD_BYTES = 1024
+
+#: Less, down to this, may be a template around passages that are new each time, or only the words that all
+#: prompts of a company share. It is a template if the family's own requests share little more than that, or,
+#: as long as it has one only, if that one shared little with another.
 _LOOSE_SHARE = 0.3
 _SLACK_SHARE = 0.2
 
@@ -164,9 +167,10 @@ class Linter:
         opening_bytes = len(data) if is_ids else prompt.opening_bytes
         scope = _scope(prompt.scope)
         unseen = bisect_right(offsets, hit_bytes) - 1
-        opening = bisect_left(offsets, opening_bytes)
+        head_bytes = prompt.head_bytes if prompt.head_bytes >= _TELLING_HEAD_BYTES else opening_bytes
+        head = bisect_left(offsets, head_bytes)
         family = self._family(
-            xxh3_64_intdigest(data[:opening_bytes]), *memory.family(norms[:opening], lengths[:opening])
+            xxh3_64_intdigest(data[:head_bytes]), *memory.family(norms[:head], lengths[:head])
         )
         family.requests += 1
         family.tokens += prefix.tokens

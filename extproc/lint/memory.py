@@ -133,7 +133,7 @@ class Memory:
     # --- prompts ---------------------------------------------------------------------------------
 
     def family(self, norms: Sequence[int], lengths: Sequence[int]) -> tuple[int, float]:
-        """The family that most of an opening belongs to, and its share in what isn't others'.
+        """The family that most of a head belongs to, and its share in what isn't others'.
 
         0, 0.0: none. What is known from another family may well be this one's, too: the words that all of a
         company's prompts share.

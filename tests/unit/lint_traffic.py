@@ -160,6 +160,10 @@ class App:
         self.system = self.system or self.text.prose(self.system_chars)
         self.tool_list = self.tool_list or [self.text.tool() for _ in range(self.tools)]
 
+    def text_head(self) -> str:
+        """What stands before everything else."""
+        return str(self.memo.setdefault("head", self.text.prose(300)))
+
     def user(self, turn: int) -> str:
         """A user's words; what belongs to the moment stands in them, at the end of the prompt."""
         r = self.random
@@ -198,8 +202,8 @@ class App:
         request.messages = [dict(message) for message in request.messages]
         request.tools = [dict(tool) for tool in request.tools]
         if mended and self.fault:
-            if self.change is examples_shuffled:
-                examples_in_order(self, request)
+            if self.fault in ("order", "block"):
+                self.change(self, request, mended=True)  # type: ignore[call-arg, misc]
         elif self.change is not None:
             self.change(self, request)
         r = self.random
@@ -387,42 +391,32 @@ def salted(app: App, request: Request) -> None:
     request.salt = app.text.id()
 
 
-def examples_in_order(app: App, request: Request, *, shuffled: bool = False) -> None:
+def examples_shuffled(app: App, request: Request, *, mended: bool = False) -> None:
     examples = app.memo.setdefault("examples", [app.text.prose(500).strip() for _ in range(7)])
-    chosen = app.random.sample(examples, len(examples)) if shuffled else examples
+    chosen = examples if mended else app.random.sample(examples, len(examples))
     shown = "\n\n".join(f"<example>\n{example}\n</example>" for example in chosen)
     request.system = f"{app.text_head()}\n{shown}\n\n{request.system}"
 
 
-def examples_shuffled(app: App, request: Request) -> None:
-    examples_in_order(app, request, shuffled=True)
-
-
-def example_messages_shuffled(app: App, request: Request) -> None:
+def example_messages_shuffled(app: App, request: Request, *, mended: bool = False) -> None:
     pairs = app.memo.setdefault("pairs", [(app.text.prose(300), app.text.prose(300)) for _ in range(7)])
     shown = [
         {"role": role, "content": content}
-        for pair in app.random.sample(pairs, len(pairs))
+        for pair in (pairs if mended else app.random.sample(pairs, len(pairs)))
         for role, content in zip(("user", "assistant"), pair, strict=True)
     ]
     request.messages = shown + request.messages
 
 
-def documents_first(app: App, request: Request) -> None:
+def documents_first(app: App, request: Request, *, mended: bool = False) -> None:
     documents = app.memo.setdefault("documents", [app.text.prose(900).strip() for _ in range(60)])
     shown = "\n\n".join(f"<doc>\n{d}\n</doc>" for d in app.random.sample(documents, 2))
-    request.system = f"{app.text_head()}\n{shown}\n\n{request.system}"
+    parts = [shown, request.system]
+    request.system = "\n\n".join([app.text_head(), *(parts[::-1] if mended else parts)])
 
 
 def models_mixed(app: App, request: Request) -> None:
     request.model = app.random.choice(("m-a", "m-b", "m-c"))
-
-
-def text_head(self: App) -> str:
-    return str(self.memo.setdefault("head", self.text.prose(300)))
-
-
-App.text_head = text_head  # type: ignore[attr-defined]
 
 
 def time_last(app: App, request: Request) -> None:

@@ -101,6 +101,8 @@ EXACT = [
     "key-order",
     "white-space",
     "cache-salt",
+    "order",
+    "block",
 ]
 
 
@@ -113,8 +115,11 @@ def test_costs_are_what_mending_saves(seed: int) -> None:
     assert linter.totals.hit_tokens == sum(hits.values())
     assert len(findings) == len(EXACT)
     for finding in findings:
-        name = sender(traffic, finding).name
-        assert finding.tokens == pytest.approx(mended_hits[name] - hits[name], rel=0.1), name
+        app = sender(traffic, finding)
+        saved = mended_hits[app.name] - hits[app.name]
+        # Passages in changing order also share something by chance.
+        near = 0.25 if app.fault in ("order", "block") else 0.1
+        assert finding.tokens == pytest.approx(saved, rel=near), app.name
 
 
 def hit_tokens(traffic: Traffic, lines: list[str]) -> Counter[str]:
