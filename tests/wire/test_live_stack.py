@@ -85,18 +85,21 @@ def counters(stack: Stack, name: str, label: str = "") -> Counter[str]:
 
 
 def test_top_shows_affinity_and_agrees_with_the_metrics(stack: Stack) -> None:
-    for _ in range(4):
+    requests = AGENTS * ROUNDS
+    for _ in range(6):
         wait_for_engines(stack)
         traffic(stack)
         report, status = top(stack), live(stack)
-        if status.now_s - status.decisions[-1].at_s < WINDOW_S - 2.0:
+        all_seen = len(status.decisions) == requests
+        if all_seen and status.now_s - status.decisions[-1].at_s < WINDOW_S - 2.0:
             break
-        stack.router.restart()  # so slow that the first decisions have left the window: once more
+        # So slow that the first decisions have left the window, or that Envoy didn't wait for the router:
+        # once more, from the beginning.
+        stack.router.restart()
+        stack.reset_caches()
     else:
-        pytest.fail("this machine is too slow for a window of ten seconds")
+        pytest.fail(f"{len(status.decisions)} of {requests} decisions in a window of ten seconds")
     [pool] = status.pools
-    requests = AGENTS * ROUNDS
-    assert len(status.decisions) == requests
 
     # What the metrics count.
     reasons = counters(stack, "extproc_decisions_total", "reason")
