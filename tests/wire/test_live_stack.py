@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from extproc.cli import main
 from extproc.demo import envoy_setup
 from extproc.demo.stack import Stack, StackConfig
+from extproc.live.serving import FRESH_S
 from extproc.live.status import WINDOW_S, Status
 
 pytestmark = pytest.mark.e2e
@@ -89,7 +90,8 @@ def test_top_shows_affinity_and_agrees_with_the_metrics(stack: Stack) -> None:
     for _ in range(6):
         wait_for_engines(stack)
         traffic(stack)
-        report, status = top(stack), live(stack)
+        time.sleep(2 * FRESH_S)  # a status is told again for so long
+        status, report = live(stack), top(stack)
         all_seen = len(status.decisions) == requests
         if all_seen and status.now_s - status.decisions[-1].at_s < WINDOW_S - 2.0:
             break
