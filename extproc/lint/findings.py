@@ -32,6 +32,8 @@ _LEAST_LOSS_TOKENS = 128
 _NEAR_TOKENS = 64
 #: Text that follows a changing passage is the template's if at least this share of its requests have it.
 _TEMPLATE_SHARE = 0.3
+#: A tenant with no more of the losing requests than this met the template by chance.
+_CHANCE_SHARE = 0.02
 #: Values of one place differ in length by no more than this.
 _SAME_PLACE_BYTES = 16
 #: An id that comes back this often belongs to a session, not to a request.
@@ -97,7 +99,7 @@ class _Site:
     values: set[int] = field(default_factory=set)
     changes: int = 0
     last_value: int = 0
-    tenants: set[str] = field(default_factory=set)
+    tenants: Counter[str] = field(default_factory=Counter)
     prompt_tokens: float = 0.0
     where: tuple[str, str] = ("", "")
     example: tuple[str, str] | None = None
@@ -116,8 +118,8 @@ class _Site:
         self.landing_at, self.having = loss.landing_at, loss.having
         if len(self.values) < _MAX_VALUES:
             self.values.add(loss.value)
-        if loss.tenant and len(self.tenants) < _MAX_TENANTS:
-            self.tenants.add(loss.tenant)
+        if loss.tenant and (loss.tenant in self.tenants or len(self.tenants) < _MAX_TENANTS):
+            self.tenants[loss.tenant] += 1
         self.prompt_tokens += loss.prompt_tokens
         if self.requests <= 2:  # the second is less likely than the first to be a chance meeting
             self.where, self.example = (loss.other, loss.where), loss.example
@@ -132,7 +134,7 @@ class _Site:
         self.passing += other.passing
         self.changes += other.changes + len(other.values - self.values)
         self.values |= other.values
-        self.tenants |= other.tenants
+        self.tenants += other.tenants
         self.prompt_tokens += other.prompt_tokens
         self.in_history &= other.in_history
         if not other.landing:
@@ -172,7 +174,7 @@ class Finding:
         behind_tokens: equal text behind it in all; what mending it and those further on would save.
         share: ``behind_tokens`` of the prompt tokens of ``requests``.
         where: two lines of the log that show it.
-        tenants: digests.
+        tenants: digests of those with more than 2 % of the losing requests.
         example: text around it in the two, if asked for.
 
     """
@@ -306,6 +308,6 @@ def _finding(site: _Site) -> Finding:
         behind_tokens=site.behind_tokens,
         share=min(1.0, site.behind_tokens / tokens) if tokens else 0.0,
         where=site.where,
-        tenants=tuple(sorted(site.tenants)),
+        tenants=tuple(sorted(t for t, n in site.tenants.items() if n > _CHANCE_SHARE * site.requests)),
         example=site.example,
     )
